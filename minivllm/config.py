@@ -1,0 +1,127 @@
+"""How an engine is set up, checked before anything is built.
+
+Knows the names and limits of every setting. Must not know how any of them works.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from minivllm.errors import ConfigError, UnknownNameError, nearest
+from minivllm.eviction import EVICTION_POLICIES, EvictionPolicy
+from minivllm.flights import COORDINATORS, RELEASE_POLICIES, Coordinator, ReleasePolicy
+from minivllm.prefix_index import PREFIX_INDEXES, PrefixIndex
+from minivllm.publication import PUBLICATION_POLICIES, PublicationPolicy
+
+_P = TypeVar("_P")
+
+MAX_NUM_BLOCKS = 1 << 20
+MAX_BLOCK_SIZE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Settings of one engine. Every policy is a name or an object with the policy's interface.
+
+    ``block_size`` is in tokens. ``num_blocks`` is the number of usable blocks (the scratch block is apart).
+    ``max_num_batched_tokens`` is the token budget of a step, ``max_num_seqs`` the most running rows; of more
+    rows than budget, the later ones wait a step.
+    ``long_prefill_token_threshold`` limits one request's prompt tokens in a step (0: no limit of its own).
+    ``coordination`` and ``prefix_index`` may also be classes, as each engine makes its own.
+
+    Raises ConfigError or UnknownNameError with what was wrong, the limit, and what to do.
+    """
+
+    block_size: int = 16
+    num_blocks: int = 512
+    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 8
+    long_prefill_token_threshold: int = 0
+    enable_prefix_caching: bool = True
+    publication: str | PublicationPolicy = "on-completion"
+    coordination: str | Callable[..., Coordinator] = "independent"
+    release: str | ReleasePolicy = "after-prefill"
+    eviction: str | EvictionPolicy = "lru"
+    prefix_index: str | Callable[[], PrefixIndex] = "hash-map"
+
+    def __post_init__(self) -> None:
+        _whole("block_size", self.block_size, 1, MAX_BLOCK_SIZE, "16 is usual, 4 for small examples")
+        _whole("num_blocks", self.num_blocks, 1, MAX_NUM_BLOCKS, "512 blocks of 16 tokens hold 8,192 tokens")
+        _whole("max_num_batched_tokens", self.max_num_batched_tokens, 1, 1 << 20, "2048 is the default budget")
+        _whole("max_num_seqs", self.max_num_seqs, 1, 1024, "8 rows is the default")
+        _whole("long_prefill_token_threshold", self.long_prefill_token_threshold, 0, 1 << 20, "0 sets no limit")
+        # Ask for each policy once, so that a wrong name is reported here and not in the engine.
+        for name in ("publication", "coordination", "release", "eviction", "prefix_index"):
+            getattr(self, f"{name}_policy")
+
+    @property
+    def publication_policy(self) -> PublicationPolicy:
+        """The publication policy object."""
+        return _resolve("publication policy", self.publication, PUBLICATION_POLICIES, "visible_tokens")
+
+    @property
+    def coordination_policy(self) -> Callable[..., Coordinator]:
+        """The class of the coordinator."""
+        return _resolve("coordination", self.coordination, COORDINATORS, "arrive")
+
+    @property
+    def release_policy(self) -> ReleasePolicy:
+        """The release policy object."""
+        return _resolve("release policy", self.release, RELEASE_POLICIES, "after_prefill")
+
+    @property
+    def eviction_policy(self) -> EvictionPolicy:
+        """The eviction policy object."""
+        return _resolve("eviction policy", self.eviction, EVICTION_POLICIES, "place")
+
+    @property
+    def prefix_index_policy(self) -> Callable[[], PrefixIndex]:
+        """The class of the prefix index."""
+        return _resolve("prefix index", self.prefix_index, PREFIX_INDEXES, "longest_prefix")
+
+    def replace(self, **changes: Any) -> EngineConfig:
+        """Return a copy with some settings changed. Raises UnknownNameError for a setting that does not exist."""
+        known = [field.name for field in dataclasses.fields(self)]
+        for name in changes:
+            if name not in known:
+                raise UnknownNameError(f"no setting is called {name!r}; {nearest(name, known)}")
+        return dataclasses.replace(self, **changes)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the settings as plain JSON values, policies by their names."""
+        out: dict[str, Any] = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            plain = isinstance(value, (str, int))
+            out[field.name] = value if plain else policy_name(value)
+        return out
+
+
+def policy_name(policy: object) -> str:
+    """Return the name of a policy given by name, by object or by class."""
+    if isinstance(policy, str):
+        return policy
+    return str(getattr(policy, "name", None) or getattr(policy, "__name__", type(policy).__name__))
+
+
+def _whole(name: str, value: object, least: int, most: int, hint: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise ConfigError(f"{name} is {value!r}; it must be a whole number from {least} to {most:,} ({hint})")
+
+
+def _resolve(what: str, given: Any, known: Mapping[str, _P], member: str) -> _P:
+    """Return the policy that ``given`` names, or ``given`` itself if it has the interface."""
+    if isinstance(given, str):
+        # Names are written with hyphens; the constant's spelling in code is understood, too.
+        found = known.get(given.lower().replace("_", "-"))
+        if found is None:
+            raise UnknownNameError(f"no {what} is called {given!r}; {nearest(given, known)}")
+        return found
+    if not hasattr(given, member):
+        raise ConfigError(
+            f"{given!r} is no {what}: it has no {member}(); pass one of {', '.join(known)}, or an object that has it"
+        )
+    return given  # type: ignore[no-any-return]

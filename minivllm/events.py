@@ -1,0 +1,435 @@
+"""What happened, in order: the one log of the engine.
+
+Everything that changes is one event, appended once. An event carries the facts of one call, with the ids of
+all blocks that the call touched. Views, metrics, traces and the time slider read the log; none of them
+reaches into the engine. `replay.py` folds the log into the state at any moment.
+
+Knows nothing of the objects that emit: an event holds numbers, strings and tuples of them, so that it can be
+read from another thread and written as JSON. Must not know of a wall clock: the engine's clock gives the time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar, overload
+
+EVENT_KINDS: dict[str, type[Event]] = {}
+"""Event classes by kind, for example ``"blocks_allocated"``: filled as the classes below are made."""
+
+_FIELD_NAMES: dict[str, tuple[str, ...]] = {}
+
+_E = TypeVar("_E", bound="type[Event]")
+
+
+@dataclass(slots=True)
+class Event:
+    """One thing that happened.
+
+    ``seq`` counts from 0 without gaps, ``step`` is the engine step in which it happened (0 before the first
+    one), ``ms`` is the engine's clock in milliseconds. The log fills the three in when it takes the event.
+    """
+
+    kind: ClassVar[str] = "event"
+    seq: int = dataclasses.field(default=-1, init=False)
+    step: int = dataclasses.field(default=0, init=False)
+    ms: float = dataclasses.field(default=0.0, init=False)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain JSON values: ``kind``, ``seq``, ``step``, ``ms``, then the event's own fields."""
+        kind = self.kind
+        out: dict[str, Any] = {"kind": kind, "seq": self.seq, "step": self.step, "ms": round(self.ms, 6)}
+        for name in _FIELD_NAMES[kind]:
+            value = getattr(self, name)
+            out[name] = _listed(value) if isinstance(value, tuple) else value
+        return out
+
+
+def event_from_dict(data: dict[str, Any]) -> Event:
+    """Return the event that `Event.as_dict` wrote (lists come back as tuples).
+
+    Raises ValueError for a kind that does not exist.
+    """
+    cls = EVENT_KINDS.get(data["kind"])
+    if cls is None:
+        raise ValueError(f"no event of kind {data['kind']!r}: the recording is of another version")
+    event = cls(**{name: _tupled(data[name]) for name in _FIELD_NAMES[cls.kind]})
+    event.seq, event.step, event.ms = data["seq"], data["step"], data["ms"]
+    return event
+
+
+def _listed(value: Any) -> Any:
+    return [_listed(item) for item in value] if isinstance(value, tuple) else value
+
+
+def _tupled(value: Any) -> Any:
+    return tuple(_tupled(item) for item in value) if isinstance(value, list) else value
+
+
+def _register(cls: _E) -> _E:
+    cls.kind = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
+    EVENT_KINDS[cls.kind] = cls
+    _FIELD_NAMES[cls.kind] = tuple(f.name for f in dataclasses.fields(cls) if f.init)
+    return cls
+
+
+# --- The engine itself ------------------------------------------------------------------------------------
+
+
+@_register
+@dataclass(slots=True)
+class EngineStarted(Event):
+    """First event of every log: what a view needs to know before anything moves."""
+
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    publication: str
+    coordination: str
+    release: str
+    runner: str
+
+
+@_register
+@dataclass(slots=True)
+class PoliciesChanged(Event):
+    """The engine goes on under other policies. Only possible while no request is in it."""
+
+    publication: str
+    coordination: str
+    release: str
+
+
+@_register
+@dataclass(slots=True)
+class StepScheduled(Event):
+    """A step begins. ``rows`` are (request id, first position, number of tokens, "prefill" | "decode")."""
+
+    rows: tuple[tuple[str, int, int, str], ...]
+    num_waiting: int
+    num_held: int
+
+
+@_register
+@dataclass(slots=True)
+class StepFailed(Event):
+    """The runner raised in this step; nothing that it should have computed counts as computed."""
+
+    error: str
+
+
+@_register
+@dataclass(slots=True)
+class CacheReset(Event):
+    """Every published block was forgotten. Only possible while no request holds a block."""
+
+    block_ids: tuple[int, ...]
+
+
+# --- A request's way --------------------------------------------------------------------------------------
+
+
+@_register
+@dataclass(slots=True)
+class RequestDeferred(Event):
+    """A request waits for another's output token ``output_token`` (1 is the first) before it arrives."""
+
+    request_id: str
+    after_request_id: str
+    output_token: int
+
+
+@_register
+@dataclass(slots=True)
+class RequestArrived(Event):
+    """A request came in; its clock (TTFT, completion) starts here.
+
+    ``arrival`` counts the requests that came, from 0. ``extra_keys`` are the tagged pairs that keep its blocks apart from others, such as
+    ``("cache_salt", "team-a")``.
+    """
+
+    request_id: str
+    arrival: int
+    prompt_token_ids: tuple[int, ...]
+    max_tokens: int
+    extra_keys: tuple[tuple[str, str], ...]
+
+
+@_register
+@dataclass(slots=True)
+class RequestAdmitted(Event):
+    """A waiting request became a running row; a preempted one did so again (``resumed``)."""
+
+    request_id: str
+    resumed: bool
+
+
+@_register
+@dataclass(slots=True)
+class PrefixLookedUp(Event):
+    """What the index had for a request at the moment it was admitted. Written once per admission.
+
+    ``num_queried_tokens`` is the number of tokens asked for, ``num_recovered_tokens`` how many of them were
+    taken from the cache. With ``resumed`` it is a preempted request that finds its own blocks again, which
+    is counted apart.
+    """
+
+    request_id: str
+    num_queried_tokens: int
+    num_recovered_tokens: int
+    resumed: bool
+
+
+@_register
+@dataclass(slots=True)
+class ChunkComputed(Event):
+    """The step has written the K/V of ``num_tokens`` tokens from position ``start`` on.
+
+    ``phase`` is "prefill" or "decode".
+    """
+
+    request_id: str
+    start: int
+    num_tokens: int
+    phase: str
+
+
+@_register
+@dataclass(slots=True)
+class PrefillFinished(Event):
+    """All prompt tokens of the request have their K/V (computed or recovered)."""
+
+    request_id: str
+
+
+@_register
+@dataclass(slots=True)
+class TokenOut(Event):
+    """An output token left the engine at the end of the step. ``index`` counts from 0."""
+
+    request_id: str
+    index: int
+    token_id: int
+    text: str
+
+
+@_register
+@dataclass(slots=True)
+class RequestPreempted(Event):
+    """The newest running request gave its blocks up and stands at the head of the waiting list.
+
+    ``num_computed_tokens`` is what it had computed and may have to compute again.
+    """
+
+    request_id: str
+    num_computed_tokens: int
+
+
+@_register
+@dataclass(slots=True)
+class RequestFinished(Event):
+    """Normal end. ``reason`` is "length" (max_tokens reached) or "stop" (end of sequence, stop string)."""
+
+    request_id: str
+    reason: str
+
+
+@_register
+@dataclass(slots=True)
+class RequestAborted(Event):
+    """The caller took the request back."""
+
+    request_id: str
+
+
+@_register
+@dataclass(slots=True)
+class RequestFailed(Event):
+    """The request ended on an error."""
+
+    request_id: str
+    error: str
+
+
+# --- Blocks -----------------------------------------------------------------------------------------------
+
+
+@_register
+@dataclass(slots=True)
+class BlocksHit(Event):
+    """Published blocks entered the request's block table: each count went up by one.
+
+    Those that were in the free queue left it.
+    """
+
+    request_id: str
+    block_ids: tuple[int, ...]
+
+
+@_register
+@dataclass(slots=True)
+class BlocksEvicted(Event):
+    """Free published blocks were forgotten so that ``request_id`` can have them: their hashes now miss."""
+
+    request_id: str
+    block_ids: tuple[int, ...]
+    block_hashes: tuple[str, ...]
+
+
+@_register
+@dataclass(slots=True)
+class BlocksAllocated(Event):
+    """Blocks were popped from the head of the free queue and appended to the request's block table."""
+
+    request_id: str
+    block_ids: tuple[int, ...]
+
+
+@_register
+@dataclass(slots=True)
+class BlocksPublished(Event):
+    """Full, computed blocks became visible to others.
+
+    ``parent_hashes[i]`` is the hash of the block before, "" for the root. Hashes are in
+    hexadecimal. ``block_ids[i]`` is logical block ``indices[i]`` of the request: not always neighbours, as
+    blocks that hit or that another request published first are left out.
+    """
+
+    request_id: str
+    block_ids: tuple[int, ...]
+    block_hashes: tuple[str, ...]
+    parent_hashes: tuple[str, ...]
+    indices: tuple[int, ...]
+
+
+@_register
+@dataclass(slots=True)
+class BlocksDuplicated(Event):
+    """Full blocks that could have been published, had another request not published the same content first.
+
+    ``block_ids`` stay private to the request until it frees them; ``twin_block_ids`` are the ones that are found.
+    """
+
+    request_id: str
+    block_ids: tuple[int, ...]
+    twin_block_ids: tuple[int, ...]
+    block_hashes: tuple[str, ...]
+
+
+@_register
+@dataclass(slots=True)
+class BlocksFreed(Event):
+    """A request let go of its block table, tail first: each count went down by one.
+
+    ``to_front`` are now at the head of the free queue in this order, ``to_back`` at its end in this order (by
+    the usual policy: those without a hash, and the published ones, which are still found); ``still_held`` are
+    in use by others.
+    """
+
+    request_id: str
+    to_front: tuple[int, ...]
+    to_back: tuple[int, ...]
+    still_held: tuple[int, ...]
+
+
+# --- Flights ----------------------------------------------------------------------------------------------
+
+
+@_register
+@dataclass(slots=True)
+class FlightOpened(Event):
+    """The first request with this prompt and these extra keys: it leads and computes the prompt."""
+
+    flight_id: int
+    leader_id: str
+
+
+@_register
+@dataclass(slots=True)
+class FlightJoined(Event):
+    """The same prompt again while its flight is open: the request is held behind the leader."""
+
+    flight_id: int
+    leader_id: str
+    request_id: str
+
+
+@_register
+@dataclass(slots=True)
+class FlightReleased(Event):
+    """The flight is over; its followers are let go and may be admitted.
+
+    ``reason`` is "prefill" (the leader's prompt is published), "finished" (the leader ended), or "aborted" /
+    "failed" (the leader ended so, with nothing left to wait for).
+    """
+
+    flight_id: int
+    leader_id: str
+    request_ids: tuple[str, ...]
+    reason: str
+
+
+@_register
+@dataclass(slots=True)
+class FlightHandedOver(Event):
+    """The leader ended before it had published its prompt: the oldest follower leads."""
+
+    flight_id: int
+    from_id: str
+    to_id: str
+
+
+@_register
+@dataclass(slots=True)
+class FlightLeft(Event):
+    """A follower ended while it was held; the others wait on."""
+
+    flight_id: int
+    request_id: str
+
+
+# --- The log ----------------------------------------------------------------------------------------------
+
+
+class EventLog:
+    """Append-only list of events. One thread appends; any thread may read what is there.
+
+    ``now_ms`` is the engine's clock. ``step`` is set by the engine at the beginning of each step.
+    """
+
+    def __init__(self, now_ms: Callable[[], float]) -> None:
+        self._now_ms = now_ms
+        self._events: list[Event] = []
+        self.step = 0
+
+    def append(self, event: Event) -> None:
+        """Number, date and keep the event."""
+        event.seq = len(self._events)
+        event.step = self.step
+        event.ms = self._now_ms()
+        self._events.append(event)
+
+    def since(self, seq: int) -> list[Event]:
+        """Return the events from number ``seq`` on, as a new list."""
+        return self._events[seq:]
+
+    def __len__(self) -> int:
+        return len(self._events)
+
+    def __iter__(self) -> Iterator[Event]:
+        return iter(self._events[:])
+
+    @overload
+    def __getitem__(self, index: int) -> Event: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Event]: ...
+
+    def __getitem__(self, index: int | slice) -> Event | list[Event]:
+        return self._events[index]
+
+    def __repr__(self) -> str:
+        return f"EventLog({len(self._events)} events, step {self.step})"

@@ -1,0 +1,152 @@
+"""A request: its prompt, how its tokens are drawn, and the states that it may be in.
+
+Knows tokens and states. Must not know blocks, the scheduler, flights, models or clocks.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass, field
+
+from minivllm.errors import InvalidRequestError, InvariantError
+
+
+class RequestState(enum.Enum):
+    """Where a request is. `TRANSITIONS` says which state may follow which."""
+
+    DEFERRED = "deferred"  # not here yet: arrives when another request has put a certain token out
+    WAITING = "waiting"  # may be admitted
+    HELD = "held"  # a follower: waits for its leader, not for room
+    RUNNING = "running"  # a row of the batch, in prefill or decode
+    PREEMPTED = "preempted"  # gave its blocks up; at the head of the waiting list
+    FINISHED = "finished"
+    ABORTED = "aborted"
+    FAILED = "failed"
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether nothing can follow."""
+        return not TRANSITIONS[self]
+
+
+_ENDS = frozenset({RequestState.ABORTED, RequestState.FAILED})
+
+TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
+    RequestState.DEFERRED: _ENDS | {RequestState.WAITING},
+    RequestState.WAITING: _ENDS | {RequestState.HELD, RequestState.RUNNING},
+    RequestState.HELD: _ENDS | {RequestState.WAITING},
+    RequestState.RUNNING: _ENDS | {RequestState.PREEMPTED, RequestState.FINISHED},
+    RequestState.PREEMPTED: _ENDS | {RequestState.RUNNING},
+    RequestState.FINISHED: frozenset(),
+    RequestState.ABORTED: frozenset(),
+    RequestState.FAILED: frozenset(),
+}
+"""The one table of transitions, shared by the code, the tests and the drawn diagram."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a request's output tokens are drawn. The default is greedy.
+
+    ``temperature`` 0 takes the likeliest token. ``top_p`` keeps the likeliest tokens that sum to it, ``top_k``
+    the k likeliest (0: all). ``seed`` makes the draws repeat; without one, the engine picks one per request.
+    ``stop`` are strings at which the output ends (they are not part of it). ``ignore_eos`` goes on after an
+    end-of-sequence token, so that a benchmark has a fixed number of tokens.
+
+    Raises InvalidRequestError for a value that makes no sense.
+    """
+
+    max_tokens: int = 128
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        object.__setattr__(self, "stop", tuple(self.stop))
+        if not _is_int(self.max_tokens) or self.max_tokens < 1:
+            raise InvalidRequestError(f"max_tokens is {self.max_tokens!r}; it must be a whole number of 1 or more")
+        if not _is_number(self.temperature) or not 0 <= self.temperature < math.inf:
+            raise InvalidRequestError(
+                f"temperature is {self.temperature!r}; it must be a number of 0 (greedy) or more, such as 0.7"
+            )
+        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
+            raise InvalidRequestError(f"top_p is {self.top_p!r}; it must be above 0 and at most 1 (1 keeps all)")
+        if not _is_int(self.top_k) or self.top_k < 0:
+            raise InvalidRequestError(f"top_k is {self.top_k!r}; it must be 0 (keep all) or a whole number above")
+        if self.seed is not None and (not _is_int(self.seed) or not 0 <= self.seed < 2**64):
+            raise InvalidRequestError(f"seed is {self.seed!r}; it must be a whole number from 0 to 2**64 - 1")
+        for text in self.stop:
+            if not isinstance(text, str) or not text:
+                raise InvalidRequestError(f"stop holds {text!r}; it must hold strings of one character or more")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+@dataclass(slots=True)
+class Request:
+    """One prompt on its way through the engine.
+
+    ``arrival`` is its place in the order of arrival, given by the engine. ``num_computed_tokens`` is how many
+    of its tokens, from the start, have their K/V in the pool: computed or recovered. The token drawn last has
+    none yet: it is computed in the next step. ``seed`` is the one that its draws use.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: Sampling = field(default_factory=Sampling)
+    extra_keys: tuple[tuple[str, str], ...] = ()
+    arrival: int = -1
+    state: RequestState = RequestState.WAITING
+    output_token_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(init=False)
+    num_computed_tokens: int = 0
+    num_recovered_tokens: int = 0
+    seed: int = 0
+    num_preemptions: int = 0
+    finish_reason: str | None = None
+
+    def __post_init__(self) -> None:
+        self.token_ids = [*self.prompt_token_ids, *self.output_token_ids]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Length of the prompt, in tokens."""
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output so far, in tokens."""
+        return len(self.token_ids)
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens known but without K/V: a whole prompt at first, one token in decode."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether the only token left to compute is the one that came out last."""
+        return bool(self.output_token_ids) and self.num_uncomputed_tokens == 1
+
+    def move_to(self, state: RequestState) -> None:
+        """Change the state. Raises InvariantError for a move that `TRANSITIONS` does not have."""
+        if state not in TRANSITIONS[self.state]:
+            raise InvariantError(f"request {self.request_id!r} cannot go from {self.state.value} to {state.value}")
+        self.state = state
+
+    def append_output(self, token_id: int) -> None:
+        """Take a token that was just drawn."""
+        self.output_token_ids.append(token_id)
+        self.token_ids.append(token_id)

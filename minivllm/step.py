@@ -1,0 +1,125 @@
+"""What the scheduler hands to a runner, and what a runner is.
+
+One step is one pass of the model over a batch of rows: first the rows in decode (one token each), then prefill
+chunks. Knows tokens, positions and block ids; must not know how a runner computes, nor why a row was chosen.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Protocol
+
+from minivllm.clock import Clock
+from minivllm.request import Request
+
+
+class Phase(enum.Enum):
+    """What a row does in a step."""
+
+    PREFILL = "prefill"  # tokens that were known before: prompt, or output to be computed again
+    DECODE = "decode"  # the one token that came out last
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRow:
+    """One request's part in a step: compute the K/V of ``num_tokens`` tokens from position ``start`` on.
+
+    ``block_ids`` is the block table: logical block i of the request is in physical block ``block_ids[i]``; it
+    covers all positions up to ``start + num_tokens - 1``. ``samples`` says that the row reaches the last known
+    token, so that its logits give the next one.
+    """
+
+    request: Request
+    start: int
+    num_tokens: int
+    block_ids: tuple[int, ...]
+    phase: Phase
+    samples: bool
+
+    @property
+    def request_id(self) -> str:
+        """Id of the request."""
+        return self.request.request_id
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The token ids to compute, ``num_tokens`` of them."""
+        return self.request.token_ids[self.start : self.start + self.num_tokens]
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledStep:
+    """The rows of one step, those in decode first. ``number`` counts from 1."""
+
+    number: int
+    rows: tuple[ScheduledRow, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed in the step, over all rows."""
+        return sum(row.num_tokens for row in self.rows)
+
+
+class Detokenizer(Protocol):
+    """Turns one request's tokens into text as they come (mlx-lm's streaming detokenizers are like this)."""
+
+    def add_token(self, token: int) -> None:
+        """Take the next token."""
+        ...
+
+    def finalize(self) -> None:
+        """No more tokens: let out what was kept back, such as half a character."""
+        ...
+
+    @property
+    def last_segment(self) -> str:
+        """The text that became certain since the last time this was asked."""
+        ...
+
+
+class Tokenizer(Protocol):
+    """What the engine needs of a tokenizer (mlx-lm's ``TokenizerWrapper`` has it)."""
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of ``text``."""
+        ...
+
+    @property
+    def detokenizer(self) -> Detokenizer:
+        """A new streaming detokenizer, for one request."""
+        ...
+
+
+class Runner(Protocol):
+    """Computes steps. The engine drives it and knows no more of it than this.
+
+    ``max_model_len`` is the longest prompt plus output in tokens; ``eos_token_ids`` end a request that does
+    not ignore them.
+    """
+
+    name: str
+    clock: Clock
+    tokenizer: Tokenizer
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: frozenset[int]
+
+    def allocate(self, num_blocks: int, block_size: int) -> None:
+        """Make the K/V pool, once, before the first step: blocks 1 to ``num_blocks``, and block 0 as scratch."""
+        ...
+
+    def execute(self, step: ScheduledStep) -> dict[str, int]:
+        """Write the K/V of every row and draw the next token of each row that samples.
+
+        Returns the drawn token by request id. Rows of one step may share blocks only for reading.
+        """
+        ...
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended: drop what is kept for it. Unknown ids are fine."""
+        ...
+
+    def close(self) -> None:
+        """Free everything. Called once, by the thread that computed."""
+        ...
