@@ -9,3 +9,46 @@
 
 Importing this package does not import MLX: a real model is loaded when an `Engine` asks for one.
 """
+
+from minivllm.config import EngineConfig
+from minivllm.engine import EngineCore, Submission
+from minivllm.engine_thread import Engine, Handle, RequestResult, Token
+from minivllm.errors import (
+    ConfigError,
+    EngineClosedError,
+    EngineDeadError,
+    InvalidRequestError,
+    InvariantError,
+    MiniVLLMError,
+    ModelError,
+    UnknownNameError,
+    UnknownRequestError,
+)
+from minivllm.metrics import Metrics
+from minivllm.replay import replay
+from minivllm.request import Sampling
+from minivllm.runners.virtual import CostModel, VirtualRunner
+
+__all__ = [
+    "ConfigError",
+    "CostModel",
+    "Engine",
+    "EngineClosedError",
+    "EngineConfig",
+    "EngineCore",
+    "EngineDeadError",
+    "Handle",
+    "InvalidRequestError",
+    "InvariantError",
+    "Metrics",
+    "MiniVLLMError",
+    "ModelError",
+    "RequestResult",
+    "Sampling",
+    "Submission",
+    "Token",
+    "UnknownNameError",
+    "UnknownRequestError",
+    "VirtualRunner",
+    "replay",
+]

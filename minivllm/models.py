@@ -29,7 +29,7 @@ from minivllm.model_cache import SMOLLM2, Progress, cache_dir, checked_path, fet
 
 if TYPE_CHECKING:
     import mlx.core as mx
-    import mlx.nn as nn
+    from mlx.nn.layers.base import Module
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 __all__ = ["DEFAULT_MODEL", "LoadedModel", "ModelInfo", "cache_dir", "fetch", "list_models", "load_model"]
@@ -66,7 +66,7 @@ class LoadedModel:
     """
 
     name: str
-    model: nn.Module
+    model: Module
     tokenizer: TokenizerWrapper
     vocab_size: int
     max_model_len: int
@@ -153,7 +153,7 @@ def load_model(name_or_path: str, *, progress: Progress | None = None) -> Loaded
 
 
 def _kind_of(name: str) -> str:
-    """Return ``smollm2``, ``tiny``, ``folder`` or ``hub``; raises UnknownNameError or ModelError for the rest."""
+    """Return ``smollm2``, ``tiny``, ``folder`` or ``hub``; raises UnknownNameError or ModelError."""
     if name in ("smollm2", "tiny"):
         return name
     path = Path(name).expanduser() if name else None
@@ -187,8 +187,8 @@ def _load_tiny() -> LoadedModel:
     """Make a random qwen2 model. The same seed gives the same weights on every machine.
 
     Python's own generator promises the same numbers for ever, MLX's does not. Weights are uniform with
-    variance 1 / inputs, so signals neither die nor explode, and biases let positions and tokens mix from the
-    first layer.
+    variance 1 / inputs, so signals neither die nor explode. Queries and keys are twice as large: attention is
+    then sharp, and what comes out depends on every token of the prompt, as a test of caching needs it.
     """
     import mlx.core as mx
     from mlx.utils import tree_flatten
@@ -217,7 +217,7 @@ def _load_tiny() -> LoadedModel:
             continue  # ones already
         # An embedding row is picked, not summed over: its inputs count as one.
         inputs = 1 if "embed" in name or old.ndim == 1 else old.shape[-1]
-        reach = math.sqrt(3 / inputs)
+        reach = math.sqrt(3 / inputs) * (2 if "q_proj" in name or "k_proj" in name else 1)
         numbers = array.array("f", (source.uniform(-reach, reach) for _ in range(old.size)))
         weights.append((name, mx.array(memoryview(numbers)).reshape(old.shape)))  # type: ignore[arg-type]
     model.load_weights(weights, strict=False)
@@ -226,7 +226,7 @@ def _load_tiny() -> LoadedModel:
 
 
 def _byte_tokenizer() -> TokenizerWrapper:
-    """Return a tokenizer with one token a byte: the token id of a byte is its value; three special ones follow."""
+    """Return a tokenizer with one token a byte: its id is the byte's value. Three special ones follow."""
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     return build_bpe_tokenizer(
         tokens=[*_byte_letters(), *special],
@@ -293,7 +293,7 @@ def _load_folder(name: str, folder: Path) -> LoadedModel:
 
 
 def _check_files(name: str, folder: Path) -> None:
-    """Raise ModelError unless the folder has a config and whole weight files, as far as their headers tell."""
+    """Raise ModelError unless the folder has a config and whole weight files, as their headers tell."""
     config = folder / "config.json"
     if not config.is_file():
         raise ModelError(f"{folder} holds no config.json; give the folder of a model in mlx-lm's format.")
@@ -337,34 +337,36 @@ def _check_safetensors(path: Path) -> None:
         )
 
 
-def _refuse_unless_dense(name: str, model: nn.Module) -> None:
+def _refuse_unless_dense(name: str, model: Module) -> None:
     """Raise ModelError for a model whose K/V cannot live in plain blocks."""
     from mlx_lm.models.cache import KVCache, make_prompt_cache
 
     kinds = {type(cache).__name__ for cache in make_prompt_cache(model) if type(cache) is not KVCache}
     if kinds:
         raise ModelError(
-            f"model {name!r} is not dense: it keeps {', '.join(sorted(kinds))} where this engine needs plain K/V "
-            "for every token (no sliding window, no recurrent state); choose a model with full attention."
+            f"model {name!r} is not dense: it keeps {', '.join(sorted(kinds))} where this engine needs plain "
+            "K/V for every token (no sliding window, no recurrent state); choose a model with full attention."
         )
     # Its rotation depends on the length of the whole text, so a cached block would be wrong for a longer one.
     if any(type(module).__name__ == "DynamicNTKScalingRoPE" for module in model.modules()):
         raise ModelError(
-            f"model {name!r} uses dynamic-NTK rope, whose keys change with the length of the text and so cannot be "
-            "shared; choose a model with another rope."
+            f"model {name!r} uses dynamic-NTK rope, whose keys change with the length of the text and so "
+            "cannot be shared; choose a model with another rope."
         )
 
 
-def _to_fp32(model: nn.Module) -> None:
+def _to_fp32(model: Module) -> None:
     """Unpack and widen all weights in place, one module at a time, so that the peak stays near the result."""
     import mlx.core as mx
-    import mlx.nn as nn
+    from mlx.nn.layers.embedding import Embedding
+    from mlx.nn.layers.linear import Linear
+    from mlx.nn.layers.quantized import QuantizedEmbedding, QuantizedLinear
     from mlx.utils import tree_unflatten
     from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-    plain_classes = {
-        nn.QuantizedLinear: nn.Linear,
-        nn.QuantizedEmbedding: nn.Embedding,
+    plain_classes: dict[type, type] = {
+        QuantizedLinear: Linear,
+        QuantizedEmbedding: Embedding,
         QuantizedSwitchLinear: SwitchLinear,
     }
     for name, module in list(model.named_modules()):
@@ -377,7 +379,7 @@ def _to_fp32(model: nn.Module) -> None:
             weight = mx.dequantize(
                 module.weight, scales, biases, module.group_size, module.bits, module.mode, dtype=mx.float32
             )
-            has_bias = {} if plain_class is nn.Embedding else {"bias": "bias" in module}
+            has_bias = {} if plain_class is Embedding else {"bias": "bias" in module}
             plain = plain_class(*weight.shape[::-1], **has_bias)
             plain.weight = weight
             if "bias" in module:
@@ -402,7 +404,7 @@ def _max_model_len(config: dict[str, Any]) -> int:
     return _UNKNOWN_MAX_MODEL_LEN
 
 
-def _measure(name: str, model: nn.Module, tokenizer: TokenizerWrapper, max_model_len: int) -> LoadedModel:
+def _measure(name: str, model: Module, tokenizer: TokenizerWrapper, max_model_len: int) -> LoadedModel:
     """Run one token and read the shapes off what comes out: configs name them in too many ways.
 
     Evaluates also what is no weight (the frequencies of a rope), as a lazy array must not meet another
@@ -423,8 +425,8 @@ def _measure(name: str, model: nn.Module, tokenizer: TokenizerWrapper, max_model
         ) from error
     if len(shapes) != 1:
         raise ModelError(
-            f"model {name!r} has keys and values of {len(shapes)} different shapes where this engine's K/V pool holds "
-            "one; choose another model."
+            f"model {name!r} has keys and values of {len(shapes)} different shapes where this engine's K/V "
+            "pool holds one; choose another model."
         )
     ((shape, dtype),) = shapes
     _, num_kv_heads, _, head_dim = shape
@@ -465,7 +467,7 @@ def _hub_folder_here(name: str) -> Path | None:
 
 
 def _fetch_from_hub(name: str, progress: Progress | None) -> Path:
-    """Fetch a hub model's files into the hub's own cache. Raises ModelError in one sentence for each way to fail."""
+    """Fetch a hub model's files into the hub's own cache. Raises ModelError: a sentence for each failure."""
     import mlx_lm.utils as mlx_lm_utils  # before huggingface_hub: it quietens it
     from huggingface_hub import errors, snapshot_download
     from huggingface_hub.utils.tqdm import tqdm
@@ -493,8 +495,8 @@ def _fetch_from_hub(name: str, progress: Progress | None) -> Path:
         )
     except errors.GatedRepoError as error:
         raise ModelError(
-            f"model {name!r} is gated: accept its license on its page at the hub, log in with `hf auth login`, "
-            "and try again."
+            f"model {name!r} is gated: accept its license on its page at the hub, log in with "
+            "`hf auth login`, and try again."
         ) from error
     except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
         raise ModelError(
@@ -507,7 +509,8 @@ def _fetch_from_hub(name: str, progress: Progress | None) -> Path:
         ) from error
     except Exception as error:  # many kinds of HTTP and disk errors
         raise ModelError(
-            f"model {name!r} cannot be fetched from the hub ({_one_line(error)}); try again, or use smollm2 or tiny."
+            f"model {name!r} cannot be fetched from the hub ({_one_line(error)}); try again, "
+            "or use smollm2 or tiny."
         ) from error
     return Path(folder)
 

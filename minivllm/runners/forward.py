@@ -24,7 +24,7 @@ Layer = Callable[[mx.array], mx.array]
 
 
 class Forward:
-    """The calls of a model that a runner needs. Results are lazy: nothing is computed until it is evaluated."""
+    """The calls of a model that a runner needs. All results are lazy: computed when they are evaluated."""
 
     def __init__(self, model: Any) -> None:
         """Look for the model's body and vocabulary product, and check them with one call of two tokens."""

@@ -76,12 +76,12 @@ class MLXRunner:
         if self._pool is not None:
             raise InvariantError("the K/V pool is there already; a runner allocates once")
         block_bytes = self.block_bytes(block_size)
+        asked = f"{num_blocks} blocks of {block_size} tokens take {mib((num_blocks + 1) * block_bytes)}"
         room = int(free_bytes() * _FILL)
         if (num_blocks + 1) * block_bytes > room:
             raise ConfigError(
-                f"{num_blocks} blocks of {block_size} tokens take {mib((num_blocks + 1) * block_bytes)} for "
-                f"{loaded.name}, but {mib(room)} are free: {max(room // block_bytes - 1, 0)} blocks would fit, "
-                "so ask for fewer blocks or free some memory"
+                f"{asked} for {loaded.name}, but {mib(room)} are free: "
+                f"{max(room // block_bytes - 1, 0)} blocks would fit, so ask for fewer or free some memory"
             )
         try:
             self._pool = BlockPoolArrays(
@@ -89,8 +89,8 @@ class MLXRunner:
             )
         except (RuntimeError, MemoryError) as error:  # a limit that cannot be asked for, such as ulimit -v
             raise ConfigError(
-                f"{num_blocks} blocks of {block_size} tokens take {mib((num_blocks + 1) * block_bytes)} for "
-                f"{loaded.name}, which the system does not give; ask for fewer blocks or raise its limit"
+                f"{asked} for {loaded.name}, which the system does not give; "
+                "ask for fewer blocks or raise its limit"
             ) from error
         self._forward = Forward(loaded.model)
 

@@ -171,8 +171,8 @@ def _checked_table(row: ScheduledRow, pool: BlockPoolArrays) -> tuple[int, ...]:
 
 
 def _parts(tables: Sequence[Sequence[int]], pool: BlockPoolArrays) -> mx.array:
-    """``[B, blocks]`` block ids to ``[B, heads, blocks]`` parts: head h of block b is part ``b * heads + h``."""
-    ids = mx.array(tables)
+    """Block ids ``[B, blocks]`` to parts ``[B, heads, blocks]``: head h of block b is part b * heads + h."""
+    ids = mx.array(list(tables))
     heads = mx.arange(pool.num_kv_heads)
     return ids[:, None, :] * pool.num_kv_heads + heads[None, :, None]
 
@@ -206,8 +206,8 @@ class LayerView:
         call = self._call
         if window_size is not None:
             raise ModelError(
-                f"the model attends to a sliding window of {window_size} tokens, which a paged K/V pool of full "
-                "attention does not serve; choose a dense model"
+                f"the model attends to a sliding window of {window_size} tokens, which a K/V pool in blocks "
+                "does not serve; choose a dense model"
             )
         if call.num_tokens == 1:
             return call.mask
@@ -227,8 +227,8 @@ class LayerView:
         expected = (call.batch, pool.num_kv_heads, call.num_tokens, pool.head_dim)
         if keys.shape != expected or values.shape != expected:
             raise ModelError(
-                f"layer {self._layer} made keys {keys.shape} and values {values.shape} where the K/V pool takes "
-                f"{expected}; choose a dense model whose rows may stand at different positions"
+                f"layer {self._layer} made keys {keys.shape} and values {values.shape} where the pool "
+                f"takes {expected}; choose a dense model whose rows may stand at different positions"
             )
         pool.write(self._layer, call, keys, values)
         return pool.read(self._layer, call)

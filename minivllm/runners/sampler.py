@@ -54,7 +54,7 @@ def draw(logits: mx.array, sampling: Sampling, seed: int, index: int) -> mx.arra
 
 
 def draw_each(logits: mx.array, samplings: list[Sampling], seeds: list[int], indices: list[int]) -> mx.array:
-    """Return one token per row of ``logits`` ``[rows, vocabulary]``: an array ``[rows]``, not yet evaluated."""
+    """Return one token per row of ``logits`` ``[rows, vocabulary]``: an array ``[rows]``, still lazy."""
     if all(sampling.temperature == 0 for sampling in samplings):
         return mx.argmax(logits, axis=-1)
     return mx.stack(
