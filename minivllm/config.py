@@ -124,4 +124,4 @@ def _resolve(what: str, given: Any, known: Mapping[str, _P], member: str) -> _P:
         raise ConfigError(
             f"{given!r} is no {what}: it has no {member}(); pass one of {', '.join(known)}, or an object that has it"
         )
-    return given  # type: ignore[no-any-return]
+    return given

@@ -79,9 +79,7 @@ class EngineCore:
     ``listener`` gets every `Output` as it happens. Not thread-safe: one thread calls.
     """
 
-    def __init__(
-        self, config: EngineConfig, runner: Runner, listener: Callable[[Output], None] | None = None
-    ) -> None:
+    def __init__(self, config: EngineConfig, runner: Runner, listener: Callable[[Output], None] | None = None) -> None:
         self.config = config
         self.runner = runner
         self.log = ev.EventLog(runner.clock.now_ms)
@@ -221,8 +219,8 @@ class EngineCore:
         if needed > self.config.num_blocks:
             room = self.config.num_blocks * self.config.block_size
             raise InvalidRequestError(
-                f"the prompt has {num_prompt:,} tokens and max_tokens is {max_tokens:,}, which needs {needed:,} blocks; "
-                f"the pool has {self.config.num_blocks:,} (room for {room:,} tokens): shorten the prompt, lower "
+                f"the prompt has {num_prompt:,} tokens and max_tokens is {max_tokens:,}: that needs {needed:,} blocks, "
+                f"and the pool has {self.config.num_blocks:,} (room for {room:,} tokens); shorten the prompt, lower "
                 "max_tokens or raise num_blocks"
             )
 
@@ -404,9 +402,7 @@ class EngineCore:
             request.finish_reason = "error"
             self.log.append(ev.RequestFailed(name, _describe(error) if error else "unknown"))
         if had_arrived:
-            self._let_go(
-                self.coordinator.request_ended(name, end, prompt_is_published=prompt_is_published)
-            )
+            self._let_go(self.coordinator.request_ended(name, end, prompt_is_published=prompt_is_published))
         else:
             self._deferred = {
                 other: rest
@@ -469,9 +465,7 @@ class EngineCore:
         self._check_open()
         return self.manager.reset()
 
-    def set_policies(
-        self, *, publication: Any = None, coordination: Any = None, release: Any = None
-    ) -> None:
+    def set_policies(self, *, publication: Any = None, coordination: Any = None, release: Any = None) -> None:
         """Go on under other policies (None: as before). Only while no request is in the engine.
 
         Raises ConfigError while one is, UnknownNameError for a policy that does not exist.
@@ -598,9 +592,7 @@ def _checked_tokens(prompt: object, vocab_size: int) -> tuple[int, ...]:
                 raise TypeError
             token = int(item)
         except (TypeError, ValueError):
-            raise InvalidRequestError(
-                f"token {place} of the prompt is {item!r}; token ids are whole numbers"
-            ) from None
+            raise InvalidRequestError(f"token {place} of the prompt is {item!r}; token ids are whole numbers") from None
         if not 0 <= token < vocab_size:
             raise InvalidRequestError(
                 f"token {place} of the prompt is {token}; the vocabulary has ids 0 to {vocab_size - 1}"

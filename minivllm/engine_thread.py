@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
+import functools
 import queue
 import sys
 import threading
@@ -73,7 +75,7 @@ class Handle:
         self._tokens: list[Token] = []
         self._result: RequestResult | None = None
         self._error: BaseException | None = None
-        self._wakers: list[Callable[[], None]] = []
+        self._wakers: list[Callable[[], object]] = []
 
     @property
     def done(self) -> bool:
@@ -147,7 +149,7 @@ class Handle:
         with self._changed:
             if self.done or (place is not None and len(self._tokens) > place):
                 return
-            self._wakers.append(lambda: loop.call_soon_threadsafe(woken.set))
+            self._wakers.append(functools.partial(loop.call_soon_threadsafe, woken.set))
         await woken.wait()
 
     def abort(self) -> bool:
@@ -163,10 +165,8 @@ class Handle:
             wakers, self._wakers = self._wakers, []
             self._changed.notify_all()
         for wake in wakers:
-            try:
+            with contextlib.suppress(RuntimeError):  # that event loop was closed meanwhile: nobody waits there
                 wake()
-            except RuntimeError:  # that event loop was closed meanwhile: nobody waits there
-                pass
 
     def __repr__(self) -> str:
         state = "ended" if self.done else "running"
@@ -260,7 +260,7 @@ class _Worker:
             while command is not _NONE:
                 if command is None:
                     return
-                command.run(core)  # type: ignore[union-attr]
+                command.run(core)
                 command = self._next_command(wait=False)
             try:
                 core.step()
@@ -562,7 +562,7 @@ def runner_factory(model: str, progress: Progress | None = None) -> Callable[[],
     if model == "virtual":
         from minivllm.runners.virtual import VirtualRunner
 
-        return VirtualRunner
+        return lambda: VirtualRunner()
 
     def load() -> Runner:
         from minivllm.runners.mlx import MLXRunner
@@ -629,9 +629,9 @@ def _current_cell() -> tuple[str, int] | None:
     """Return the running cell's name (its id, or its text where the front end gives no id) and its number."""
     if "IPython" not in sys.modules:
         return None
-    from IPython import get_ipython  # type: ignore[attr-defined]
+    from IPython import get_ipython
 
-    shell = get_ipython()  # type: ignore[no-untyped-call]
+    shell = get_ipython()
     kernel = getattr(shell, "kernel", None)
     if kernel is None or threading.current_thread() is not threading.main_thread():
         return None

@@ -147,8 +147,8 @@ class RequestDeferred(Event):
 class RequestArrived(Event):
     """A request came in; its clock (TTFT, completion) starts here.
 
-    ``arrival`` counts the requests that came, from 0. ``extra_keys`` are the tagged pairs that keep its blocks apart from others, such as
-    ``("cache_salt", "team-a")``.
+    ``arrival`` counts the requests that came, from 0. ``extra_keys`` are the tagged pairs that keep its blocks
+    apart from others, such as ``("cache_salt", "team-a")``.
     """
 
     request_id: str

@@ -205,9 +205,7 @@ class PrefixCacheFlightCoordinator:
         """Whether this is the leader of an open flight that is released after prefill."""
         flight = self._flight_by_request.get(request_id)
         return (
-            flight is not None
-            and flight.leader_id == request_id
-            and self.release.after_prefill(len(flight.followers))
+            flight is not None and flight.leader_id == request_id and self.release.after_prefill(len(flight.followers))
         )
 
     def prompt_published(self, request_id: str) -> LetGo:
@@ -233,7 +231,9 @@ class PrefixCacheFlightCoordinator:
             return NOBODY
         flight = self._flight_by_request.get(request_id)
         if flight is None:
-            raise UnknownRequestError(f"request {request_id!r} ended but is no leader, no follower and was not released")
+            raise UnknownRequestError(
+                f"request {request_id!r} ended but is no leader, no follower and was not released"
+            )
         if flight.leader_id != request_id:
             del flight.followers[request_id], self._flight_by_request[request_id]
             self._emit(ev.FlightLeft(flight.flight_id, request_id))

@@ -17,7 +17,7 @@ which stores the rows of Q and K so that a pair to be rotated lies side by side 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,8 +62,8 @@ class TokenType(IntEnum):
 class GGUFModel:
     """A model and its tokenizer, ready to run. ``max_model_len`` is in tokens."""
 
-    model: Module
-    tokenizer: TokenizerWrapper
+    model: Module = field(repr=False)
+    tokenizer: TokenizerWrapper = field(repr=False)
     max_model_len: int
 
 
@@ -257,9 +257,9 @@ def build_bpe_tokenizer(
 ) -> TokenizerWrapper:
     """Return a byte-level BPE tokenizer; a token's id is its place in ``tokens``.
 
-    Text is cut as SmolLM2 cuts it: every digit stands alone, the rest as GPT-2. Any text can be encoded, as
-    each of the 256 bytes is a token; decoding gives the same text back. Special tokens are recognised in the
-    text, and nothing is added to a prompt (SmolLM2 wants no leading token).
+    Text is cut as SmolLM2 cuts it: every digit stands alone, the rest as GPT-2. Decoding gives the same text
+    back. A byte that has no token of its own is left out: SmolLM2 lacks six control characters and the planes
+    from U+40000 on. Special tokens are recognised in the text, and nothing is added to a prompt.
 
     mlx-lm's wrapper brings the streaming detokenizer: a new one each time ``tokenizer.detokenizer`` is read.
     """

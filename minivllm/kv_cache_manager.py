@@ -171,8 +171,8 @@ class KVCacheManager:
         if last <= first:
             return
         table.chain.extend_to(request.token_ids)
-        published: list[tuple[int, str, str, int]] = []
-        duplicated: list[tuple[int, int, str]] = []
+        published: list[tuple[int, str, str, int]] = []  # block id, hash, parent's hash, place in the table
+        duplicated: list[tuple[int, int, str]] = []  # block id, the twin that is found, hash
         for position in range(first, last):
             block, block_hash = table.blocks[position], table.chain.hashes[position]
             twin = self.index.get(block_hash)
@@ -203,7 +203,8 @@ class KVCacheManager:
         table = self._tables.pop(request.request_id, None)
         if table is None or not table.blocks:
             return
-        freed, still_held = [], []
+        freed: list[Block] = []
+        still_held: list[Block] = []
         for block in reversed(table.blocks):
             (freed if self.pool.drop(block) else still_held).append(block)
         placement = self.eviction.place(freed)

@@ -257,9 +257,7 @@ class Metrics:
 
     def _repr_html_(self) -> str:
         head = "".join(f"<th>{escape(name)}</th>" for name in self.COLUMNS)
-        body = "".join(
-            "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in self.rows()
-        )
+        body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in self.rows())
         return (
             f"<table><caption>{escape(self._summary())}</caption>"
             f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

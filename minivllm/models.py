@@ -18,7 +18,7 @@ import random
 import re
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,8 +66,8 @@ class LoadedModel:
     """
 
     name: str
-    model: Module
-    tokenizer: TokenizerWrapper
+    model: Module = field(repr=False)
+    tokenizer: TokenizerWrapper = field(repr=False)
     vocab_size: int
     max_model_len: int
     num_layers: int

@@ -51,6 +51,4 @@ class Incremental:
 ON_COMPLETION = OnCompletion()
 INCREMENTAL = Incremental()
 
-PUBLICATION_POLICIES: dict[str, PublicationPolicy] = {
-    policy.name: policy for policy in (ON_COMPLETION, INCREMENTAL)
-}
+PUBLICATION_POLICIES: dict[str, PublicationPolicy] = {policy.name: policy for policy in (ON_COMPLETION, INCREMENTAL)}

@@ -296,7 +296,8 @@ _FOLDS: dict[type[ev.Event], Callable[[State, Any], None]] = {
     ev.FlightHandedOver: _flight_handed_over,
     ev.FlightLeft: _flight_left,
 }
-# Events that say something but move nothing: PoliciesChanged, StepScheduled, StepFailed, PrefillFinished, BlocksDuplicated.
+# Events that say something but move nothing: PoliciesChanged, StepScheduled, StepFailed, PrefillFinished,
+# BlocksDuplicated.
 
 
 def fold(state: State, event: ev.Event) -> State:

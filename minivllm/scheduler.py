@@ -154,9 +154,7 @@ class Scheduler:
             self.running.append(request)
             self._emit(ev.RequestAdmitted(request.request_id, resumed))
             # Counted here and not at the look-up, so that a refused request is counted once.
-            self._emit(
-                ev.PrefixLookedUp(request.request_id, request.num_tokens, computed.num_tokens, resumed)
-            )
+            self._emit(ev.PrefixLookedUp(request.request_id, request.num_tokens, computed.num_tokens, resumed))
             self._manager.allocate_slots(request, count, computed)
             request.num_computed_tokens = computed.num_tokens
             if not resumed:

@@ -92,18 +92,37 @@ class Tokenizer(Protocol):
 
 
 class Runner(Protocol):
-    """Computes steps. The engine drives it and knows no more of it than this.
+    """Computes steps. The engine drives it and knows no more of it than this."""
 
-    ``max_model_len`` is the longest prompt plus output in tokens; ``eos_token_ids`` end a request that does
-    not ignore them.
-    """
+    @property
+    def name(self) -> str:
+        """What the runner computes with, for messages and tables."""
+        ...
 
-    name: str
-    clock: Clock
-    tokenizer: Tokenizer
-    vocab_size: int
-    max_model_len: int
-    eos_token_ids: frozenset[int]
+    @property
+    def clock(self) -> Clock:
+        """The engine's time: passes while steps are computed."""
+        ...
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer; any thread may use it."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids go from 0 to one below this."""
+        ...
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest prompt plus output, in tokens."""
+        ...
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Tokens that end a request, unless it ignores them."""
+        ...
 
     def allocate(self, num_blocks: int, block_size: int) -> None:
         """Make the K/V pool, once, before the first step: blocks 1 to ``num_blocks``, and block 0 as scratch."""
