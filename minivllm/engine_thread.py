@@ -213,6 +213,13 @@ class _Enter:
             handle._push(Output(handle.request_id, None, "", RequestState.FAILED, error), None)
 
 
+def _leave_thread() -> None:
+    """Last act of an engine's thread: give up its MLX streams, if MLX was ever loaded."""
+    mlx_runner = sys.modules.get("minivllm.runners.mlx")
+    if mlx_runner is not None and hasattr(mlx_runner, "leave_thread"):
+        mlx_runner.leave_thread()
+
+
 class _Worker:
     """The thread and its queue. Holds no reference to the `Engine`, so that a forgotten one can be closed."""
 
@@ -248,10 +255,8 @@ class _Worker:
                 self.started.set_exception(error)
         finally:
             self._end(core, crash)
-            leave_thread = getattr(runner, "leave_thread", None)
             del core, runner
-            if leave_thread is not None:
-                leave_thread()
+            _leave_thread()
 
     def _serve(self, core: EngineCore) -> None:
         """Run commands and steps until the engine is closed or dies."""
@@ -315,7 +320,10 @@ class _Worker:
             self.closing = True
         if core is not None:
             core.error = core.error or crash
-            core.close()
+            try:
+                core.close()
+            except BaseException as error:  # a policy may raise here, too; the handles below must hear of it
+                core.error = core.error or error
         reason = (core.error if core else crash) or EngineClosedError(_CLOSED)
         while (command := self._next_command(wait=False)) is not _NONE:
             if command is not None:

@@ -111,17 +111,14 @@ class State:
 
     # -- small moves that several events share -------------------------------------------------------------
 
-    def enqueue(self, request_id: str) -> None:
-        """Put a request into the waiting list by its arrival, behind all preempted ones."""
-        arrival = self.requests[request_id].arrival
-        place = 0
-        for place, other in enumerate(self.waiting):  # noqa: B007
-            view = self.requests[other]
-            if view.state is not RequestState.PREEMPTED and view.arrival > arrival:
-                break
-        else:
-            place = len(self.waiting)
-        self.waiting.insert(place, request_id)
+    def enqueue(self, request_ids: Iterable[str]) -> None:
+        """Put requests into the waiting list by their arrival, behind all preempted ones."""
+        for request_id in request_ids:
+            self.requests[request_id].state = RequestState.WAITING
+        preempted = [i for i in self.waiting if self.requests[i].state is RequestState.PREEMPTED]
+        others = [i for i in self.waiting if self.requests[i].state is not RequestState.PREEMPTED]
+        others = sorted([*others, *request_ids], key=lambda i: self.requests[i].arrival)
+        self.waiting = [*preempted, *others]
 
     def end(self, request_id: str, state: RequestState) -> None:
         """Take a request out of every list."""
@@ -247,25 +244,25 @@ def _flight_opened(state: State, e: ev.FlightOpened) -> None:
 def _flight_joined(state: State, e: ev.FlightJoined) -> None:
     state.flights[e.flight_id].follower_ids.append(e.request_id)
     state.requests[e.request_id].state = RequestState.HELD
-    state.waiting.remove(e.request_id)
+    if state.waiting[-1] == e.request_id:  # it has just arrived: no search
+        state.waiting.pop()
+    else:
+        state.waiting.remove(e.request_id)
 
 
 def _flight_released(state: State, e: ev.FlightReleased) -> None:
     del state.flights[e.flight_id]
     if e.reason == "prefill":
         state.released_request_ids.add(e.leader_id)
-    for request_id in e.request_ids:
-        state.released_request_ids.add(request_id)
-        state.requests[request_id].state = RequestState.WAITING
-        state.enqueue(request_id)
+    state.released_request_ids.update(e.request_ids)
+    state.enqueue(e.request_ids)
 
 
 def _flight_handed_over(state: State, e: ev.FlightHandedOver) -> None:
     flight = state.flights[e.flight_id]
     flight.leader_id = e.to_id
     flight.follower_ids.remove(e.to_id)
-    state.requests[e.to_id].state = RequestState.WAITING
-    state.enqueue(e.to_id)
+    state.enqueue((e.to_id,))
 
 
 def _flight_left(state: State, e: ev.FlightLeft) -> None:

@@ -59,26 +59,30 @@ class Scheduler:
 
     def hold(self, request: Request) -> None:
         """A follower leaves the waiting list until somebody releases it."""
-        self.waiting.remove(request)
+        if self.waiting and self.waiting[-1] is request:  # it has just arrived: no search
+            self.waiting.pop()
+        else:
+            self.waiting.remove(request)
         request.move_to(RequestState.HELD)
         self.held[request.request_id] = request
 
     def release(self, request_ids: Iterable[str]) -> None:
-        """Let held requests wait for admission, at their place by arrival but behind preempted ones.
+        """Let held requests wait for admission, at their places by arrival but behind preempted ones.
 
         Raises UnknownRequestError for a request that is not held.
         """
+        released = []
         for request_id in request_ids:
             request = self.held.pop(request_id, None)
             if request is None:
                 raise UnknownRequestError(f"request {request_id!r} was released but is not held")
             request.move_to(RequestState.WAITING)
-            place = len(self.waiting)
-            for index, other in enumerate(self.waiting):
-                if other.state is not RequestState.PREEMPTED and other.arrival > request.arrival:
-                    place = index
-                    break
-            self.waiting.insert(place, request)
+            released.append(request)
+        # Preempted requests are always a run at the head: only the head is admitted, and preempting puts there.
+        preempted = [request for request in self.waiting if request.state is RequestState.PREEMPTED]
+        others = [request for request in self.waiting if request.state is not RequestState.PREEMPTED]
+        others = sorted([*others, *released], key=lambda request: request.arrival)
+        self.waiting = deque([*preempted, *others])
 
     def remove(self, request: Request) -> None:
         """Take a request that ends out of whichever list it is in."""
