@@ -182,7 +182,7 @@ class EngineCore:
         """Return the request of a submission. Raises InvalidRequestError; changes nothing."""
         prompt = submission.prompt
         if isinstance(prompt, str):
-            tokens = tuple(self.runner.tokenizer.encode(prompt))
+            tokens = tuple(self.runner.tokenizer.encode(_checked_text(prompt)))
         else:
             tokens = _checked_tokens(prompt, self.runner.vocab_size)
         if not tokens:
@@ -579,6 +579,17 @@ def make_sampling(sampling: Sampling | None, fields: dict[str, Any]) -> Sampling
         raise InvalidRequestError(
             f"{error}; sampling has max_tokens, temperature, top_p, top_k, seed, stop and ignore_eos"
         ) from None
+
+
+def _checked_text(prompt: str) -> str:
+    """Return the prompt. Raises InvalidRequestError for half a surrogate pair, which no tokenizer can encode."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            f"character {error.start} of the prompt is half of a surrogate pair; remove it, it stands for no text"
+        ) from None
+    return prompt
 
 
 def _checked_tokens(prompt: object, vocab_size: int) -> tuple[int, ...]:

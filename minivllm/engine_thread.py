@@ -16,6 +16,7 @@ import functools
 import queue
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -24,6 +25,7 @@ from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 from minivllm.config import EngineConfig
+from minivllm.cpu_blas import make_fast
 from minivllm.engine import EngineCore, Output, Prepared, Submission, make_sampling
 from minivllm.errors import ConfigError, EngineClosedError, EngineDeadError, MiniVLLMError
 from minivllm.events import EventLog
@@ -422,6 +424,10 @@ class Engine:
         self.log: EventLog = core.log
         self._core = core
         self._submitting = threading.Lock()
+        if runner is None and model != "virtual":
+            note = make_fast().note
+            if note:
+                warnings.warn(note, RuntimeWarning, stacklevel=2)  # Python shows the same one once
 
     # -- Requests ------------------------------------------------------------------------------------------
 

@@ -70,9 +70,9 @@ class GGUFModel:
 def load_gguf(path: Path, *, dtype: mx.Dtype) -> GGUFModel:
     """Load ``path``; all weights are unpacked to ``dtype`` and evaluated when this returns.
 
-    ``dtype``: fp32 on the CPU, where only fp32 is fast, and fp16 on GPUs. Not bf16: SmolLM2 answers nonsense
-    in it. Weights do not stay packed, because SmolLM2's activations reach 25,000 and the CPU sums packed
-    products in fp16.
+    ``dtype``: fp32 on the CPU, where only fp32 is fast, and fp16 on GPUs. Not bf16: SmolLM2 answers nonsense in it.
+    Weights do not stay packed: with fp16 activations, which reach 25,000 in SmolLM2, the packed product of the CPU
+    answers nonsense too.
 
     Memory: unpacking goes module by module and drops what it has unpacked, so the peak stays near the
     result's size.
@@ -84,9 +84,7 @@ def load_gguf(path: Path, *, dtype: mx.Dtype) -> GGUFModel:
     try:
         loaded: Any = mx.load(str(path), format="gguf", return_metadata=True)
     except (RuntimeError, ValueError, OSError) as error:
-        raise ModelError(
-            f"{path} cannot be read as a GGUF file ({error}); replace it with a whole one."
-        ) from error
+        raise ModelError(f"{path} cannot be read as a GGUF file ({error}); replace it with a whole one.") from error
 
     tensors, metadata = loaded
     del loaded
@@ -107,14 +105,11 @@ def _model_args(path: Path, metadata: Mapping[str, Any], *, tied: bool) -> dict[
     """Return the fields of mlx-lm's ``llama.ModelArgs``. Raises KeyError (a missing entry) or ModelError."""
     architecture = metadata["general.architecture"]
     if architecture != "llama":
-        raise ModelError(
-            f"{path} holds a {architecture!r} model, and only 'llama' is read from GGUF; use another."
-        )
+        raise ModelError(f"{path} holds a {architecture!r} model, and only 'llama' is read from GGUF; use another.")
     scaling = metadata.get("llama.rope.scaling.type", "none")
     if scaling != "none":
         raise ModelError(
-            f"{path} scales its rope ({scaling!r}), which is not read from GGUF; "
-            "load the model by its hub name."
+            f"{path} scales its rope ({scaling!r}), which is not read from GGUF; load the model by its hub name."
         )
 
     def number(key: str) -> int:
@@ -171,9 +166,7 @@ def _build(path: Path, sizes: dict[str, Any], tensors: dict[str, mx.array], dtyp
         named = [(f"{module_name}.{leaf}", value) for leaf, value in ready.items()]
         for name, value in named:
             if missing.pop(name, None) != value.shape:
-                raise ModelError(
-                    f"{path} holds {name} in an unexpected shape {value.shape}; use a plain llama model."
-                )
+                raise ModelError(f"{path} holds {name} in an unexpected shape {value.shape}; use a plain llama model.")
         mx.eval(list(ready.values()))
         model.load_weights(named, strict=False)
         mx.clear_cache()
@@ -189,9 +182,7 @@ def _by_module(path: Path, tensors: Mapping[str, mx.array]) -> dict[str, dict[st
     for gguf_name, tensor in tensors.items():
         name = mlx_name(gguf_name)
         if name is None:
-            raise ModelError(
-                f"{path} holds {gguf_name}, which a plain llama model does not have; use another file."
-            )
+            raise ModelError(f"{path} holds {gguf_name}, which a plain llama model does not have; use another file.")
         module, leaf = name.rsplit(".", 1)
         groups.setdefault(module, {})[leaf] = tensor
     return groups
@@ -229,9 +220,7 @@ def _tokenizer(path: Path, metadata: Mapping[str, Any]) -> TokenizerWrapper:
     return build_bpe_tokenizer(
         tokens=tokens,
         merges=[_pair(merge) for merge in metadata["tokenizer.ggml.merges"]],
-        special_tokens=[
-            token for token, kind_of_token in zip(tokens, types, strict=True) if kind_of_token in special
-        ],
+        special_tokens=[token for token, kind_of_token in zip(tokens, types, strict=True) if kind_of_token in special],
         bos_token=tokens[int(metadata["tokenizer.ggml.bos_token_id"].item())],
         eos_token=tokens[int(metadata["tokenizer.ggml.eos_token_id"].item())],
         chat_template=metadata.get("tokenizer.chat_template"),
@@ -268,9 +257,7 @@ def build_bpe_tokenizer(
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    bpe = Tokenizer(
-        models.BPE(vocab={token: number for number, token in enumerate(tokens)}, merges=list(merges))
-    )
+    bpe = Tokenizer(models.BPE(vocab={token: number for number, token in enumerate(tokens)}, merges=list(merges)))
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )

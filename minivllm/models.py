@@ -164,9 +164,7 @@ def _kind_of(name: str) -> str:
     if _HUB_NAME.fullmatch(name) and not name.startswith("."):
         return "hub"
     if "/" in name:
-        raise ModelError(
-            f"there is no model folder {name!r}; give an existing folder, or a hub name like owner/name."
-        )
+        raise ModelError(f"there is no model folder {name!r}; give an existing folder, or a hub name like owner/name.")
     raise UnknownNameError(
         f"there is no model {name!r}; {nearest(name, ['smollm2', 'tiny'])} "
         "(a hub name like owner/name or a folder does as well)"
@@ -277,9 +275,7 @@ def _load_folder(name: str, folder: Path) -> LoadedModel:
             str(folder), lazy=True, return_config=True, tokenizer_config={"trust_remote_code": False}
         )
     except Exception as error:  # whatever mlx-lm, transformers or the file raise, the caller gets one kind
-        raise ModelError(
-            f"mlx-lm cannot load model {name!r} ({_one_line(error)}); choose another model."
-        ) from error
+        raise ModelError(f"mlx-lm cannot load model {name!r} ({_one_line(error)}); choose another model.") from error
     _refuse_unless_dense(name, model)
     try:
         if _on_cpu():
@@ -300,18 +296,14 @@ def _check_files(name: str, folder: Path) -> None:
     try:
         json.loads(config.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ModelError(
-            f"{config} cannot be read ({_one_line(error)}); fetch model {name!r} again."
-        ) from error
+        raise ModelError(f"{config} cannot be read ({_one_line(error)}); fetch model {name!r} again.") from error
     weight_files = {path.name for path in folder.glob("model*.safetensors")}
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
             weight_files |= set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         except (OSError, ValueError, KeyError, AttributeError) as error:
-            raise ModelError(
-                f"{index} cannot be read ({_one_line(error)}); fetch model {name!r} again."
-            ) from error
+            raise ModelError(f"{index} cannot be read ({_one_line(error)}); fetch model {name!r} again.") from error
     if not weight_files:
         raise ModelError(f"{folder} holds no model*.safetensors; give a model in mlx-lm's format.")
     for file_name in sorted(weight_files):
@@ -407,22 +399,20 @@ def _max_model_len(config: dict[str, Any]) -> int:
 def _measure(name: str, model: Module, tokenizer: TokenizerWrapper, max_model_len: int) -> LoadedModel:
     """Run one token and read the shapes off what comes out: configs name them in too many ways.
 
-    Evaluates also what is no weight (the frequencies of a rope), as a lazy array must not meet another
+    The token also evaluates what is no weight, like the frequencies of a rope: a lazy array must not meet another
     thread.
     """
     import mlx.core as mx
     from mlx_lm.models.cache import make_prompt_cache
 
-    mx.eval([value for module in model.modules() for value in module.values() if isinstance(value, mx.array)])
+    mx.eval(model.parameters())
     caches = make_prompt_cache(model)
     try:
         logits = model(mx.array([[0]]), cache=caches)
         mx.eval(logits)
         shapes = {(tuple(half.shape), half.dtype) for cache in caches for half in (cache.keys, cache.values)}
     except Exception as error:  # the model's own code: anything can come out of it
-        raise ModelError(
-            f"model {name!r} fails on one token ({_one_line(error)}); choose another model."
-        ) from error
+        raise ModelError(f"model {name!r} fails on one token ({_one_line(error)}); choose another model.") from error
     if len(shapes) != 1:
         raise ModelError(
             f"model {name!r} has keys and values of {len(shapes)} different shapes where this engine's K/V "
@@ -490,18 +480,14 @@ def _fetch_from_hub(name: str, progress: Progress | None) -> Path:
     if progress is not None:
         progress(what, 0, None)
     try:
-        folder = snapshot_download(
-            name, allow_patterns=mlx_lm_utils.DEFAULT_ALLOW_PATTERNS, tqdm_class=SilentBar
-        )
+        folder = snapshot_download(name, allow_patterns=mlx_lm_utils.DEFAULT_ALLOW_PATTERNS, tqdm_class=SilentBar)
     except errors.GatedRepoError as error:
         raise ModelError(
             f"model {name!r} is gated: accept its license on its page at the hub, log in with "
             "`hf auth login`, and try again."
         ) from error
     except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
-        raise ModelError(
-            f"the hub has no model {name!r} that you may see; check how it is spelled."
-        ) from error
+        raise ModelError(f"the hub has no model {name!r} that you may see; check how it is spelled.") from error
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
         raise ModelError(
             f"model {name!r} is not on this machine and the hub cannot be reached; check the network, "
@@ -509,8 +495,7 @@ def _fetch_from_hub(name: str, progress: Progress | None) -> Path:
         ) from error
     except Exception as error:  # many kinds of HTTP and disk errors
         raise ModelError(
-            f"model {name!r} cannot be fetched from the hub ({_one_line(error)}); try again, "
-            "or use smollm2 or tiny."
+            f"model {name!r} cannot be fetched from the hub ({_one_line(error)}); try again, or use smollm2 or tiny."
         ) from error
     return Path(folder)
 

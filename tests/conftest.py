@@ -1,0 +1,38 @@
+"""What every test needs, whatever it tests: a fast BLAS, and Jupyter and IPython without anybody's own settings.
+
+Knows: environment variables. Must not know: the engine.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from minivllm.cpu_blas import make_fast
+
+ISOLATED = ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR")
+"""Each gets a fresh empty folder. Kernels and servers that a test starts inherit them."""
+
+_isolation = pytest.StashKey[Path]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Set the environment before the first kernel starts: nbval starts them outside any fixture."""
+    make_fast()  # before any test module imports MLX
+    home = Path(tempfile.mkdtemp(prefix="minivllm-tests-"))
+    config.stash[_isolation] = home
+    for name in ISOLATED:
+        folder = home / name.lower()
+        folder.mkdir()
+        os.environ[name] = str(folder)
+    os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Remove the folders; what a dying kernel still holds open is no reason to fail."""
+    if home := config.stash.get(_isolation, None):
+        shutil.rmtree(home, ignore_errors=True)
