@@ -6,16 +6,15 @@ what the bytes are for.
 
 from __future__ import annotations
 
+import resource
 import sys
 from pathlib import Path
 
 import mlx.core as mx
 
 
-def free_bytes(root: Path = Path("/")) -> int:
+def free_bytes() -> int:
     """Return the bytes that MLX could still allocate: of the GPU if it computes there, else of the machine.
-
-    On Linux a container's limit counts as well as the machine's free memory. ``root`` is for tests.
     """
     device = mx.device_info()
     for key in ("free_memory", "max_recommended_working_set_size"):  # CUDA, Metal
@@ -23,8 +22,17 @@ def free_bytes(root: Path = Path("/")) -> int:
             used = 0 if key == "free_memory" else mx.get_active_memory()
             return max(int(device[key]) - used, 0)
     if sys.platform == "linux":
-        return min([_meminfo(root), *_container(root)])
+        return linux_free_bytes()
     return sys.maxsize  # nobody to ask: the allocation itself tells
+
+
+def linux_free_bytes(root: Path = Path("/")) -> int:
+    """Return the least of what machine, container and process (``ulimit -v``) leave free on Linux.
+
+    All three count: MLX does not look whether it got the memory that it asked for, and would crash. ``root`` is for
+    tests.
+    """
+    return min([_meminfo(root), *_container(root), _address_space(root)])
 
 
 def mib(num_bytes: int) -> str:
@@ -60,3 +68,15 @@ def _container(root: Path) -> list[int]:
         droppable = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
         found.append(max(limit - used + droppable, 0))
     return found
+
+
+def _address_space(root: Path) -> int:
+    """What is left below the process's own limit of address space."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return sys.maxsize
+    try:
+        pages = int((root / "proc/self/statm").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return sys.maxsize
+    return max(limit - pages * resource.getpagesize(), 0)

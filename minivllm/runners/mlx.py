@@ -87,7 +87,7 @@ class MLXRunner:
             self._pool = BlockPoolArrays(
                 loaded.num_layers, num_blocks, loaded.num_kv_heads, block_size, loaded.head_dim, loaded.dtype
             )
-        except (RuntimeError, MemoryError) as error:  # a limit that cannot be asked for, such as ulimit -v
+        except (RuntimeError, MemoryError) as error:  # a limit of the GPU that cannot be asked for
             raise ConfigError(
                 f"{asked} for {loaded.name}, which the system does not give; "
                 "ask for fewer blocks or raise its limit"
@@ -158,8 +158,7 @@ class MLXRunner:
 
 
 def leave_thread() -> None:
-    """Give up this thread's MLX streams: the last act of a thread that used MLX, after its runners are
-    closed.
+    """Give up this thread's MLX streams: the last act of a thread, after it closed its runners.
 
     Streams belong to threads. Python may abort on its way out if a thread ended with its streams open.
     """

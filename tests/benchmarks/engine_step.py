@@ -71,7 +71,9 @@ def main() -> None:
     args = parser.parse_args()
     print(describe(cpu_blas.make_fast()))
     print(f"{args.rows} rows of {args.context} tokens, {args.blocks} blocks, model {args.model}, {args.steps} steps")
-    print(f"{'publication':14} {'engine median ms':>17} {'p95':>7} {'max':>7} {'runner median ms':>17} {'engine/step':>12}")
+    print(
+        f"{'publication':14} {'engine median ms':>17} {'p95':>7} {'max':>7} {'runner median ms':>17} {'engine/step':>12}"
+    )
     for publication in ("on-completion", "incremental"):
         own, runner = measure(args.model, args.rows, args.blocks, args.context, args.steps, publication)
         median, of_runner = statistics.median(own), statistics.median(runner)

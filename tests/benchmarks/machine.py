@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import platform
 import statistics
@@ -16,7 +17,7 @@ def describe(blas: BlasReport) -> str:
     """Return one line: processor, cores, MLX's device and version, and the BLAS if the CPU computes."""
     import mlx.core as mx
 
-    where = f"{_processor()}, {_cores()} cores, {platform.system()}, MLX {mx.__version__}"
+    where = f"{_processor()}, {_cores()} cores, {platform.system()}, MLX {importlib.metadata.version('mlx')}"
     if mx.default_device().type != mx.DeviceType.cpu:
         return f"{where} on {mx.device_info().get('device_name', 'its GPU')}"
     core = os.environ.get("OPENBLAS_CORETYPE")

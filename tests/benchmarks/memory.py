@@ -58,7 +58,15 @@ class Peak:
 def run_lab(path: Path, folder: str) -> float:
     """Run a lab beside a server and return the peak in megabytes."""
     server = subprocess.Popen(
-        [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ServerApp.port=0", f"--notebook-dir={ROOT}"],
+        [
+            sys.executable,
+            "-m",
+            "jupyterlab",
+            "--no-browser",
+            "--allow-root",
+            "--ServerApp.port=0",
+            f"--notebook-dir={ROOT}",
+        ],
         env={**os.environ, "JUPYTER_CONFIG_DIR": folder, "JUPYTER_RUNTIME_DIR": folder, "JUPYTER_DATA_DIR": folder},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -67,7 +75,9 @@ def run_lab(path: Path, folder: str) -> float:
     try:
         time.sleep(3)  # so that the server's own start is in the sum
         notebook = nbformat.read(path, as_version=4)
-        NotebookClient(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": path.parent}}).execute()
+        NotebookClient(
+            notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": path.parent}}
+        ).execute()
         if server.poll() is not None:
             raise RuntimeError("the server ended while the lab ran")
     finally:

@@ -1,6 +1,6 @@
 """The K/V pool's bytes over a run of many requests: allocated once, the same from the first step to the last.
 
-    python tests/benchmarks/pool.py [--model smollm2] [--requests 500]
+python tests/benchmarks/pool.py [--model smollm2] [--requests 500]
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from minivllm.cpu_blas import make_fast  # noqa: E402
+from minivllm.cpu_blas import make_fast
 
 BLAS = make_fast()
 

@@ -1,0 +1,1 @@
+"""The MLX runner against mlx-lm's own cache."""

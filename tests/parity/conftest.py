@@ -1,0 +1,30 @@
+"""Fixtures of the parity tests: each small model, and a runner over it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from minivllm.models import LoadedModel
+from tests.parity.hand import FAMILIES, Hand, small_model
+
+
+@pytest.fixture(scope="session", params=FAMILIES)
+def loaded(request: pytest.FixtureRequest) -> LoadedModel:
+    """Each small model in turn."""
+    return small_model(request.param)
+
+
+@pytest.fixture(scope="session")
+def llama_model() -> LoadedModel:
+    """One small model, where the family does not matter."""
+    return small_model("llama")
+
+
+@pytest.fixture(params=[4, 16])
+def hand(request: pytest.FixtureRequest, loaded: LoadedModel) -> Iterator[Hand]:
+    """A runner over each small model, with blocks of 4 and of 16."""
+    made = Hand.over(loaded, block_size=request.param)
+    yield made
+    made.runner.close()
