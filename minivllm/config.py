@@ -65,7 +65,7 @@ class EngineConfig:
     @property
     def coordination_policy(self) -> Callable[..., Coordinator]:
         """The class of the coordinator."""
-        return _resolve("coordination", self.coordination, COORDINATORS, "arrive")
+        return _resolve("coordination", self.coordination, COORDINATORS, "arrive", is_class=True)
 
     @property
     def release_policy(self) -> ReleasePolicy:
@@ -80,7 +80,7 @@ class EngineConfig:
     @property
     def prefix_index_policy(self) -> Callable[[], PrefixIndex]:
         """The class of the prefix index."""
-        return _resolve("prefix index", self.prefix_index, PREFIX_INDEXES, "longest_prefix")
+        return _resolve("prefix index", self.prefix_index, PREFIX_INDEXES, "longest_prefix", is_class=True)
 
     def replace(self, **changes: Any) -> EngineConfig:
         """Return a copy with some settings changed. Raises UnknownNameError for a setting that does not exist."""
@@ -112,8 +112,11 @@ def _whole(name: str, value: object, least: int, most: int, hint: str) -> None:
         raise ConfigError(f"{name} is {value!r}; it must be a whole number from {least} to {most:,} ({hint})")
 
 
-def _resolve(what: str, given: Any, known: Mapping[str, _P], member: str) -> _P:
-    """Return the policy that ``given`` names, or ``given`` itself if it has the interface."""
+def _resolve(what: str, given: Any, known: Mapping[str, _P], member: str, *, is_class: bool = False) -> _P:
+    """Return the policy that ``given`` names, or ``given`` itself if it has the interface.
+
+    ``is_class`` says that a class is meant, and not an object of it.
+    """
     if isinstance(given, str):
         # Names are written with hyphens; the constant's spelling in code is understood, too.
         found = known.get(given.lower().replace("_", "-"))
@@ -124,4 +127,8 @@ def _resolve(what: str, given: Any, known: Mapping[str, _P], member: str) -> _P:
         raise ConfigError(
             f"{given!r} is no {what}: it has no {member}(); pass one of {', '.join(known)}, or an object that has it"
         )
+    if is_class and not isinstance(given, type):
+        raise ConfigError(f"the {what} {given!r} is an object; pass its class, as each engine makes its own")
+    if isinstance(given, type) and not is_class:
+        raise ConfigError(f"the {what} {given!r} is a class; pass an object of it, {given.__name__}()")
     return given

@@ -163,8 +163,9 @@ class EngineCore:
         names: set[str] = set()
         for submission in submissions:
             request = self._checked(submission, names, reserved)
-            names.add(request.request_id)
+            # The trigger first: a request that waited for itself would never arrive.
             prepared.append(Prepared(request, self._checked_trigger(submission.after, names, reserved)))
+            names.add(request.request_id)
         return prepared
 
     def enter(self, batch: Iterable[Prepared]) -> None:
@@ -182,7 +183,7 @@ class EngineCore:
         """Return the request of a submission. Raises InvalidRequestError; changes nothing."""
         prompt = submission.prompt
         if isinstance(prompt, str):
-            tokens = tuple(self.runner.tokenizer.encode(_checked_text(prompt)))
+            tokens = tuple(self.runner.tokenizer.encode(checked_text(prompt)))
         else:
             tokens = _checked_tokens(prompt, self.runner.vocab_size)
         if not tokens:
@@ -229,10 +230,12 @@ class EngineCore:
     ) -> tuple[str, int] | None:
         if after is None:
             return None
+        if not isinstance(after, (tuple, list)) or len(after) != 2 or not isinstance(after[0], str):
+            raise InvalidRequestError(f"after is {after!r}; give (request id, output token), such as ('r0', 1)")
         other, count = after
         if other not in self.requests and other not in names and other not in reserved:
             raise UnknownRequestError(f"after names request {other!r}, which is not known; submit that one first")
-        if not isinstance(count, int) or count < 1:
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise InvalidRequestError(f"after waits for output token {count!r}; the first output token is 1")
         return other, count
 
@@ -581,7 +584,7 @@ def make_sampling(sampling: Sampling | None, fields: dict[str, Any]) -> Sampling
         ) from None
 
 
-def _checked_text(prompt: str) -> str:
+def checked_text(prompt: str) -> str:
     """Return the prompt. Raises InvalidRequestError for half a surrogate pair, which no tokenizer can encode."""
     try:
         prompt.encode()

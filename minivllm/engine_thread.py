@@ -26,8 +26,14 @@ from typing import Any, Protocol, TypeVar
 
 from minivllm.config import EngineConfig
 from minivllm.cpu_blas import make_fast
-from minivllm.engine import EngineCore, Output, Prepared, Submission, make_sampling
-from minivllm.errors import ConfigError, EngineClosedError, EngineDeadError, MiniVLLMError
+from minivllm.engine import EngineCore, Output, Prepared, Submission, checked_text, make_sampling
+from minivllm.errors import (
+    ConfigError,
+    EngineClosedError,
+    EngineDeadError,
+    InvalidRequestError,
+    MiniVLLMError,
+)
 from minivllm.events import EventLog
 from minivllm.metrics import Metrics
 from minivllm.replay import State
@@ -252,9 +258,10 @@ class _Worker:
         except BaseException as error:
             crash = error
             if core is None:
+                self.started.set_exception(error)  # first: closing a broken runner may raise as well
                 if runner is not None:
-                    runner.close()
-                self.started.set_exception(error)
+                    with contextlib.suppress(Exception):
+                        runner.close()
         finally:
             self._end(core, crash)
             del core, runner
@@ -263,12 +270,16 @@ class _Worker:
     def _serve(self, core: EngineCore) -> None:
         """Run commands and steps until the engine is closed or dies."""
         while True:
+            heard = False
             command = self._next_command(wait=not core.has_work)
             while command is not _NONE:
                 if command is None:
                     return
                 command.run(core)
+                heard = True
                 command = self._next_command(wait=False)
+            if heard:
+                self._notify()  # who arrived or is held is seen before a step that may take seconds
             try:
                 core.step()
             except EngineDeadError:
@@ -314,7 +325,11 @@ class _Worker:
 
     def _notify(self) -> None:
         for listener in list(self.listeners):
-            listener()
+            try:
+                listener()
+            except Exception:  # a view's fault is no reason to stop serving: it is not called again
+                with contextlib.suppress(ValueError):
+                    self.listeners.remove(listener)
 
     def _end(self, core: EngineCore | None, crash: BaseException | None) -> None:
         """Close what is there and refuse what still comes, so that nobody waits for ever."""
@@ -409,7 +424,7 @@ class Engine:
         if config is not None and not isinstance(config, EngineConfig):
             raise ConfigError(f"config is {config!r}; pass an EngineConfig(...)")
         self.config = (config or EngineConfig()).replace(**config_fields)
-        _close_previous_of_cell(self)
+        _close_previous_of_cell()
         report = _Report() if progress is None else None
         make_runner = runner or runner_factory(model, progress or report)
         self._worker = _Worker(make_runner, self.config)
@@ -424,6 +439,7 @@ class Engine:
         self.log: EventLog = core.log
         self._core = core
         self._submitting = threading.Lock()
+        _remember_for_cell(self)
         if runner is None and model != "virtual":
             note = make_fast().note
             if note:
@@ -531,7 +547,7 @@ class Engine:
     def add_listener(self, listener: Callable[[], None]) -> Callable[[], None]:
         """Call ``listener`` on the engine's thread after each step and command; it must be quick.
 
-        Returns the function that takes it off again.
+        Returns the function that takes it off again. A listener that raises is taken off.
         """
         listeners = self._worker.listeners
         listeners.append(listener)
@@ -564,7 +580,13 @@ class Engine:
 
 
 def chat_tokens(tokenizer: Any, message: str) -> list[int]:
-    """Return the token ids of one user message in the tokenizer's chat template, or of the bare message."""
+    """Return the token ids of one user message in the tokenizer's chat template, or of the bare message.
+
+    Raises InvalidRequestError for an empty message (the template's own words are no prompt) or no text.
+    """
+    if not isinstance(message, str) or not message:
+        raise InvalidRequestError(f"the message is {message!r}; write some text to answer")
+    checked_text(message)
     if getattr(tokenizer, "chat_template", None) is None:
         return list(tokenizer.encode(message))
     messages = [{"role": "user", "content": message}]
@@ -622,21 +644,27 @@ class _Report:
 _engines_of_cell: dict[str, tuple[int, list[weakref.ref[Engine]]]] = {}
 
 
-def _close_previous_of_cell(engine: Engine) -> None:
-    """In a notebook, close the engines that an earlier run of the same cell made, and remember this one."""
+def _close_previous_of_cell() -> None:
+    """In a notebook, close the engines that an earlier run of the running cell made."""
     cell = _current_cell()
     if cell is None:
         return
     name, execution = cell
     earlier, engines = _engines_of_cell.get(name, (execution, []))
     if earlier != execution:
+        del _engines_of_cell[name]
         for reference in engines:
             old = reference()
             if old is not None:
                 old.close()
-        engines = []
-    engines.append(weakref.ref(engine))
-    _engines_of_cell[name] = (execution, engines)
+
+
+def _remember_for_cell(engine: Engine) -> None:
+    """In a notebook, note which cell made an engine, once it has started."""
+    cell = _current_cell()
+    if cell is not None:
+        name, execution = cell
+        _engines_of_cell.setdefault(name, (execution, []))[1].append(weakref.ref(engine))
 
 
 def _current_cell() -> tuple[str, int] | None:

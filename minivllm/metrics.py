@@ -136,7 +136,7 @@ class Metrics:
             case ev.ChunkComputed(request_id=name, num_tokens=count):
                 self._request(name).computed_tokens += count
             case ev.StepScheduled():
-                self.num_steps = event.step
+                self.num_steps += 1  # not the step's number: the log may be a part of a longer one
             case ev.PrefixLookedUp(request_id=name, num_queried_tokens=queried, num_recovered_tokens=found):
                 request = self._request(name)
                 if event.resumed:

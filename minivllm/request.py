@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from minivllm.errors import InvalidRequestError, InvariantError
@@ -68,6 +69,8 @@ class Sampling:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
+        if not isinstance(self.stop, Iterable):
+            raise InvalidRequestError(f"stop is {self.stop!r}; it must be a string or a list of strings")
         object.__setattr__(self, "stop", tuple(self.stop))
         if not _is_int(self.max_tokens) or self.max_tokens < 1:
             raise InvalidRequestError(f"max_tokens is {self.max_tokens!r}; it must be a whole number of 1 or more")

@@ -105,7 +105,9 @@ class Scheduler:
         planned, budget, preempted = self._schedule_running()
         if not preempted:
             self._admit_waiting(planned, budget)
-        rows = tuple(self._row(request, count) for request, count in planned.values())
+        rows = [self._row(request, count) for request, count in planned.values()]
+        # One that resumes with all but its last token recovered is in decode, and was admitted after prefills.
+        rows.sort(key=lambda row: row.phase is not Phase.DECODE)
         self._emit(
             ev.StepScheduled(
                 tuple((row.request_id, row.start, row.num_tokens, row.phase.value) for row in rows),
@@ -113,7 +115,7 @@ class Scheduler:
                 len(self.held),
             )
         )
-        return ScheduledStep(number, rows)
+        return ScheduledStep(number, tuple(rows))
 
     def _schedule_running(self) -> tuple[dict[str, tuple[Request, int]], int, bool]:
         """Phase 1: rows that run already, decode first. Returns the plan, the budget left, who preempted."""

@@ -7,7 +7,9 @@ tokenizers and submissions; must not know engines, runners or time.
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from minivllm.engine import Submission
 from minivllm.errors import ConfigError, UnknownNameError, nearest
@@ -15,6 +17,9 @@ from minivllm.request import Sampling
 from minivllm.step import Tokenizer
 
 ARRIVALS = ("together", "staggered")
+
+MAX_REQUESTS = 128
+"""Most requests in a race: so many prompts can be told apart by their first own token on any vocabulary."""
 
 _SUBJECTS = (
     "The night librarian", "A careful baker", "The old lighthouse", "Our river ferry", "The second violin",
@@ -54,19 +59,33 @@ class Race:
     arrival: str = "together"
 
     def __post_init__(self) -> None:
-        for name, least, most in (("num_requests", 1, 256), ("prompt_tokens", 1, 1 << 20), ("max_tokens", 1, 1 << 20)):
+        limits = (("num_requests", MAX_REQUESTS), ("prompt_tokens", 1 << 20), ("max_tokens", 1 << 20))
+        for name, most in limits:
             value = getattr(self, name)
-            if not isinstance(value, int) or not least <= value <= most:
-                raise ConfigError(f"{name} is {value!r}; it must be a whole number from {least} to {most:,}")
+            if not _is_whole(value) or not 1 <= value <= most:
+                raise ConfigError(f"{name} is {value!r}; it must be a whole number from 1 to {most:,}")
         shared = self.num_shared_tokens
-        if not isinstance(shared, int) or not 0 <= shared <= self.prompt_tokens:
+        if not _is_whole(shared) or not 0 <= shared <= self.prompt_tokens:
             raise ConfigError(
                 f"shared_tokens is {shared!r}; it must be from 0 (nothing shared) to prompt_tokens, "
-                f"{self.prompt_tokens} (identical)"
+                f"{self.prompt_tokens:,} (identical)"
             )
         if self.arrival not in ARRIVALS:
             raise UnknownNameError(f"no arrival is called {self.arrival!r}; {nearest(self.arrival, ARRIVALS)}")
-        Sampling(max_tokens=self.max_tokens, temperature=self.temperature, seed=self.seed)
+        for seed in (self.seed, self.seed + self.num_requests - 1 if _is_whole(self.seed) else self.seed):
+            Sampling(max_tokens=self.max_tokens, temperature=self.temperature, seed=seed)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the race's settings as plain JSON values."""
+        return {
+            "requests": self.num_requests,
+            "prompt_tokens": self.prompt_tokens,
+            "shared_tokens": self.num_shared_tokens,
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "seed": self.seed,
+            "arrival": self.arrival,
+        }
 
     @property
     def num_shared_tokens(self) -> int:
@@ -82,12 +101,13 @@ def race_submissions(race: Race, tokenizer: Tokenizer, *, prefix: str = "r") -> 
     """
     num_own = race.prompt_tokens - race.num_shared_tokens
     shared = document_tokens(tokenizer, race.num_shared_tokens, race.seed)
+    first_own = _distinct_tokens(tokenizer)
     submissions = []
     for number in range(race.num_requests):
         own = document_tokens(tokenizer, num_own, f"{race.seed}/{number}")
         if own:
             # The first token of its own tells each prompt from the others, whatever the sentences begin with.
-            own[0] = _distinct_token(tokenizer, number)
+            own[0] = next(first_own)
         sampling = Sampling(
             max_tokens=race.max_tokens,
             temperature=race.temperature,
@@ -112,8 +132,18 @@ def document_tokens(tokenizer: Tokenizer, num_tokens: int, seed: int | str) -> l
     return tokens[:num_tokens]
 
 
-def _distinct_token(tokenizer: Tokenizer, number: int) -> int:
-    """Return a token id that no other number has: the code of a printable character that one token writes."""
-    # 0x21 to 0x7E are single tokens in every byte-level vocabulary; beyond them, letters with accents follow.
-    code = 0x21 + number if number < 94 else 0xC0 + number - 94
-    return tokenizer.encode(chr(code))[-1]
+def _distinct_tokens(tokenizer: Tokenizer) -> Iterator[int]:
+    """Yield token ids, each one once: the last tokens of printable characters, ASCII first, then the others.
+
+    Even where one token is one byte, these give 94 ids and 64 more (the second bytes of U+00C0 to U+00FF).
+    """
+    seen: set[int] = set()
+    for code in (*range(0x21, 0x7F), *range(0xC0, 0x250)):
+        token = tokenizer.encode(chr(code))[-1]
+        if token not in seen:
+            seen.add(token)
+            yield token
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

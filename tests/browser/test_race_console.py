@@ -1,0 +1,278 @@
+"""A student at the race console: fires, watches, aborts the leader, resets, makes mistakes.
+
+Real page, real kernel, real engine. The virtual runner makes the steps the same on every machine; the last test
+races on the default model.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Literal
+
+import pytest
+from playwright.sync_api import Locator, expect
+
+from tests.browser.conftest import LabPage
+
+pytestmark = pytest.mark.browser
+THEMES: tuple[Literal["light", "dark"], ...] = ("dark", "light")
+
+FLIGHT = (
+    "from widgets import RaceConsole\nconsole = RaceConsole(model='virtual', coordination='single-flight', {})\nconsole"
+)
+
+
+def write_notebook(lab: LabPage, name: str, *sources: str) -> None:
+    """Put a notebook with these code cells beside the labs."""
+    cells = [
+        {"cell_type": "code", "id": f"c{at}", "source": source, "metadata": {}, "outputs": []}
+        | {"execution_count": None}
+        for at, source in enumerate(sources)
+    ]
+    kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    notebook = {"nbformat": 4, "nbformat_minor": 5, "metadata": {"kernelspec": kernelspec}, "cells": cells}
+    (lab.server.root / name).write_text(json.dumps(notebook))
+
+
+class Console:
+    """The console on a page, by the words that a student reads there."""
+
+    def __init__(self, lab: LabPage, name: str, *sources: str) -> None:
+        write_notebook(lab, name, *sources)
+        lab.open(name).run_all()
+        self.lab = lab
+        self.node = lab.page.locator(".mvl").first
+        expect(self.node).to_be_visible()
+
+    @property
+    def status(self) -> Locator:
+        return self.node.locator(".mvl-status")
+
+    @property
+    def error(self) -> Locator:
+        return self.node.locator(".mvl-error")
+
+    def press(self, name: str) -> None:
+        self.node.get_by_role("button", name=name, exact=True).click()
+
+    def choose(self, label: str, choice: str) -> None:
+        self.node.get_by_label(label, exact=True).select_option(choice)
+
+    def fill(self, label: str, value: str) -> None:
+        self.node.get_by_label(label, exact=True).fill(value)
+
+    def lane(self, request: str) -> Locator:
+        return self.node.locator(f'.mvl-lane[data-request="{request}"]')
+
+    def expect_result(self, request: str, recovered: int, prompt: int = 532, role: str = "") -> None:
+        words = f"{request}{f' ({role})' if role else ''} recovered {recovered:,} of {prompt:,} prompt tokens"
+        line = self.node.locator(f'[data-result-request="{request}"]')
+        expect(line).to_contain_text(words)
+        expect(line).to_have_attribute("data-recovered", str(recovered))
+
+    def expect_over(self) -> None:
+        expect(self.node.locator('[data-result-total][data-over="true"]')).to_be_visible()
+
+
+def take_pictures(lab: LabPage, name: str) -> None:
+    """Both themes, the whole console on one picture."""
+    lab.page.set_viewport_size({"width": 1400, "height": 2000})
+    for theme in THEMES:
+        lab.theme(theme)
+        expect(lab.page.locator("#jupyterlab-splash")).to_have_count(0)
+        lab.screenshot(f"{name}-{theme}", selector=".mvl")
+
+
+def test_a_cold_race_recovers_nothing_and_single_flight_nearly_all(lab: LabPage) -> None:
+    console = Console(lab, "race.ipynb", FLIGHT.format("num_requests=4"))
+    expect(console.status).to_contain_text("virtual is ready")
+    console.choose("Coordination", "independent")
+    console.choose("Slow motion", "0")
+    console.press("Fire")
+    console.expect_over()
+    for request in ("r0", "r1", "r2", "r3"):
+        console.expect_result(request, 0)
+    expect(console.status).to_have_text("Race 1 is over.")
+
+    console.choose("Coordination", "single-flight")
+    console.press("Fire")
+    console.expect_result("r2.0", 0, role="leader")
+    for request in ("r2.1", "r2.2", "r2.3"):
+        console.expect_result(request, 528, role="follower")
+    console.expect_over()
+    expect(console.node.locator("[data-result-total]")).to_contain_text("1,584 of 2,128 prompt tokens recovered")
+    assert lab.errors() == []
+
+
+def test_leader_and_followers_move_while_the_engine_works(lab: LabPage) -> None:
+    console = Console(lab, "moving.ipynb", FLIGHT.format("num_requests=4, speed='2'"))
+    expect(console.status).to_contain_text("ready")
+    console.press("Fire")
+    expect(console.lane("r0")).to_have_attribute("data-role", "leader")
+    for request in ("r1", "r2", "r3"):
+        expect(console.lane(request)).to_have_attribute("data-state", "held")
+    expect(console.node.locator(".mvl-flight")).to_contain_text("held: r1, r2, r3")
+    expect(console.node.locator(".mvl-story-list")).to_contain_text(
+        "r1, r2 and r3 ask exactly what r0 asks, so they are held behind it."
+    )
+    for request in ("r1", "r2", "r3"):
+        expect(console.lane(request)).to_have_attribute("data-state", "running")
+    # Four tables, one block: its count is 4 wherever it is shown.
+    expect(console.node.locator('.mvl-pool [data-block="1"]')).to_have_text("4")
+    expect(console.node.locator('.mvl-tables [data-block="1"]')).to_have_count(4)
+    take_pictures(lab, "race-console")
+    console.press("Abort leader")
+    expect(console.status).to_contain_text("the oldest request, was aborted")
+    expect(console.lane("r0")).to_have_attribute("data-state", "aborted")
+
+
+def test_an_aborted_leader_hands_over(lab: LabPage) -> None:
+    console = Console(lab, "abort.ipynb", FLIGHT.format("num_requests=3, speed='2', prompt_tokens=5000, max_tokens=4"))
+    expect(console.status).to_contain_text("ready")
+    console.press("Fire")
+    expect(console.lane("r1")).to_have_attribute("data-state", "held")
+    console.press("Abort leader")
+    expect(console.lane("r0")).to_have_attribute("data-state", "aborted")
+    expect(console.lane("r1")).to_have_attribute("data-role", "leader")
+    expect(console.node.locator('.mvl-arrow[data-kind="handover"]')).to_have_count(1)
+    console.press("Fire")
+    expect(console.error).to_have_text("A race is running; wait until it is over, or abort its leader.")
+    console.press("Reset cache")
+    expect(console.error).to_contain_text("A block is in use, so the cache cannot be reset")
+    console.expect_over()
+    console.expect_result("r2", 4992, 5000)
+    console.press("Reset cache")
+    expect(console.status).to_have_text("The cache is reset: nothing is published any more.")
+    expect(console.error).to_be_hidden()
+    expect(console.node.locator(".mvl-chain .mvl-empty")).to_be_visible()
+
+
+def test_a_mistake_is_a_sentence_and_the_console_lives_on(lab: LabPage) -> None:
+    console = Console(lab, "mistakes.ipynb", FLIGHT.format("num_requests=2, speed='0'"))
+    expect(console.status).to_contain_text("ready")
+    console.press("Abort leader")
+    expect(console.error).to_contain_text("No race is running")
+    console.fill("Prompt tokens", "8190")
+    console.press("Fire")
+    expect(console.error).to_contain_text("the pool has 512")
+    console.fill("Prompt tokens", "")
+    console.press("Fire")
+    expect(console.error).to_have_text("Prompt tokens is empty; give a whole number from 1 to 8,192.")
+    console.fill("Prompt tokens", "100")
+    console.press("Fire")
+    console.expect_over()
+    console.expect_result("r1", 96, 100, role="follower")
+    expect(console.error).to_be_hidden()
+    assert lab.errors() == []
+
+
+def test_a_dead_engine_says_why_and_fire_makes_a_new_one(lab: LabPage) -> None:
+    console = Console(
+        lab,
+        "dead.ipynb",
+        "from minivllm import Engine, VirtualRunner\nfrom widgets import RaceConsole",
+        "def fail(step):\n    if step.number == 3:\n        raise RuntimeError('the device went away')",
+        "engine = Engine('virtual', runner=lambda: VirtualRunner(on_step=fail))\nRaceConsole(engine, num_requests=2)",
+    )
+    expect(console.status).to_contain_text("ready")
+    console.press("Fire")
+    expect(console.error).to_contain_text("RuntimeError: the device went away")
+    expect(console.error).to_contain_text("Fire makes a new engine.")
+    console.press("Fire")
+    console.expect_over()
+    console.expect_result("r0", 0)
+    expect(console.node.locator('[data-result-request="r0"]')).to_have_attribute("data-state", "finished")
+    assert lab.errors() == []
+
+
+def test_it_works_while_a_cell_runs(lab: LabPage) -> None:
+    console = Console(lab, "busy.ipynb", FLIGHT.format("num_requests=2, speed='0'"), "import time")
+    expect(console.status).to_contain_text("ready")
+    # The cell ends only after the race that is fired while it runs.
+    lab.page.evaluate(
+        """() => {
+            const { kernel } = window.jupyterapp.shell.currentWidget.sessionContext.session;
+            window.busyCell = kernel.requestExecute({ code: 'while not console.engine.metrics().requests or any('
+                + 'r.end is None for r in console.engine.metrics().requests): time.sleep(0.02)' }).done;
+            window.busyCell.then(() => { window.busyCellEnded = true; });
+        }"""
+    )
+    console.press("Fire")
+    console.expect_over()
+    console.expect_result("r1", 528, role="follower")
+    lab.page.wait_for_function("() => window.busyCellEnded")
+
+
+def test_a_view_moves_while_the_cell_that_shows_it_runs(lab: LabPage) -> None:
+    """The kernel is busy from the first moment: nothing may wait for the cell's end."""
+    source = (
+        "import time\nfrom minivllm import Engine, VirtualRunner\nfrom widgets import LabView\n"
+        "engine = Engine('virtual', runner=lambda: VirtualRunner(on_step=lambda step: time.sleep(0.05)))\n"
+        "display(LabView(engine, paced=False))\n"
+        "engine.submit(list(range(100)), max_tokens=5000).result()"
+    )
+    write_notebook(lab, "within.ipynb", source)
+    lab.open("within.ipynb")
+    lab.menu("Run", "Run All Cells")
+    view = lab.page.locator(".mvl")
+    expect(view.locator('.mvl-lane[data-request="r0"]')).to_have_attribute("data-state", "running")
+    expect(view.locator('.mvl-tables [data-block="1"]')).to_have_count(1)
+    expect(lab.page.locator(".jp-Notebook-ExecutionIndicator").first).to_have_attribute("data-status", "busy")
+
+
+def test_the_page_can_be_stepped_scrubbed_and_explains_a_block_by_keyboard(lab: LabPage) -> None:
+    console = Console(lab, "keys.ipynb", FLIGHT.format("num_requests=3, speed='0'"))
+    expect(console.status).to_contain_text("ready")
+    console.press("Fire")
+    console.expect_over()
+    console.press("Back to the start of the race")
+    for request in ("r1", "r2"):
+        expect(console.lane(request)).to_have_count(0)
+    console.press("One beat on")
+    expect(console.lane("r1")).to_have_attribute("data-state", "held")
+    console.press("One beat on")
+    console.press("One beat on")
+    expect(console.node.locator('.mvl-pool [data-block="1"]')).to_have_attribute("data-look", "used")
+    console.node.locator('.mvl-pool [data-block="1"]').focus()
+    tip = console.node.locator(".mvl-tooltip")
+    expect(tip).to_contain_text("Block 1: published, in use")
+    expect(tip).to_contain_text("r0 (logical block 0)")
+    lab.page.keyboard.press("ArrowRight")
+    expect(tip).to_contain_text("Block 2: published, in use")
+    expect(tip).to_contain_text("parent")
+    console.node.get_by_role("slider").focus()
+    lab.page.keyboard.press("Home")
+    expect(console.lane("r0")).to_have_count(0)
+    console.press("go live")
+    console.expect_over()
+
+
+def test_running_the_cell_again_closes_the_console_of_before(lab: LabPage) -> None:
+    console = Console(
+        lab, "again.ipynb", FLIGHT.format("num_requests=2, speed='0'"), "import threading\nfirst = console"
+    )
+    expect(console.status).to_contain_text("ready")
+    lab.run_all()
+    expect(lab.page.locator(".mvl")).to_have_count(1)
+    expect(console.status).to_contain_text("ready")
+    console.press("Fire")
+    console.expect_over()
+
+
+@pytest.mark.model
+def test_a_race_on_the_default_model(lab: LabPage) -> None:
+    console = Console(
+        lab,
+        "real.ipynb",
+        "from widgets import RaceConsole",
+        "RaceConsole(coordination='single-flight', num_requests=4, prompt_tokens=532, max_tokens=16)",
+    )
+    expect(console.status).to_contain_text("smollm2 is ready")
+    console.press("Fire")
+    expect(console.lane("r1")).to_have_attribute("data-state", "held")
+    lab.screenshot("race-console-real-held", selector=".mvl")
+    for request in ("r1", "r2", "r3"):
+        console.expect_result(request, 528, role="follower")
+    console.expect_over()
+    take_pictures(lab, "race-console-real")
+    assert lab.errors() == []

@@ -1,0 +1,197 @@
+"""`minivllm race`: the table, the timeline, the JSON, and the same bytes each time on the virtual clock."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.command import ROOT, environment, minivllm, one_sentence
+
+SMALL = ("race", "--requests", "4", "--prompt-tokens", "532", "--max-tokens", "8")
+SINGLE_FLIGHT = ("--coordination", "single-flight", "--release", "after-prefill")
+
+
+def race_json(*arguments: str) -> dict[str, Any]:
+    done = minivllm(*arguments, "--json", "-")
+    assert done.returncode == 0, done.stderr
+    data: dict[str, Any] = json.loads(done.stdout)
+    return data
+
+
+def recovered(data: dict[str, Any]) -> list[int]:
+    return [request["recovered_tokens"] for request in data["requests"]]
+
+
+def test_the_defaults_are_those_of_the_documentation() -> None:
+    data = race_json("race", "--virtual")
+    config = data["config"]
+    asked = {name: config[name] for name in ("requests", "prompt_tokens", "shared_tokens", "max_tokens")}
+    assert asked == {"requests": 8, "prompt_tokens": 532, "shared_tokens": 532, "max_tokens": 128}
+    engine = ("num_blocks", "block_size", "max_num_batched_tokens", "max_num_seqs")
+    assert [config[name] for name in engine] == [512, 16, 2048, 8]
+    policies = ("publication", "coordination", "release")
+    assert [config[name] for name in policies] == ["on-completion", "independent", "after-prefill"]
+    assert recovered(data) == [0] * 8
+    assert data["blocks"] == {"capacity": 512, "free": 512, "published": 41, "duplicates": 287}
+
+
+@pytest.mark.parametrize("model", ["--virtual", "--model=tiny"])
+def test_single_flight_lets_each_follower_recover_528_behind_one_leader(model: str) -> None:
+    data = race_json(*SMALL, *SINGLE_FLIGHT, model)
+    assert recovered(data) == [0, 528, 528, 528]
+    assert [request["role"] for request in data["requests"]] == ["leader", "follower", "follower", "follower"]
+    assert recovered(race_json(*SMALL, model)) == [0, 0, 0, 0]
+
+
+@pytest.mark.model
+def test_the_default_model_recovers_what_the_virtual_clock_predicts() -> None:
+    race = ("race", "--requests", "4", "--prompt-tokens", "532", "--max-tokens", "4")
+    real, virtual = race_json(*race, *SINGLE_FLIGHT), race_json(*race, *SINGLE_FLIGHT, "--virtual")
+    assert recovered(real) == recovered(virtual) == [0, 528, 528, 528]
+    assert real["blocks"] == virtual["blocks"]
+    assert [request["role"] for request in real["requests"]].count("leader") == 1
+    assert [event["kind"] for event in real["events"]] == [event["kind"] for event in virtual["events"]]
+
+
+@pytest.mark.model
+def test_the_default_model_recovers_nothing_without_coordination() -> None:
+    race = ("race", "--requests", "4", "--prompt-tokens", "60", "--max-tokens", "2")
+    assert recovered(race_json(*race)) == [0, 0, 0, 0]
+    assert recovered(race_json(*race, *SINGLE_FLIGHT)) == [0, 48, 48, 48]
+
+
+@pytest.mark.parametrize("model", ["--virtual", "--model=tiny"])
+def test_with_a_temperature_outputs_differ_and_repeat_with_the_seed(model: str) -> None:
+    race = (*SMALL, *SINGLE_FLIGHT, model, "--temperature", "0.9")
+    first, again, other = (race_json(*race, "--seed", seed) for seed in ("4", "4", "5"))
+    outputs = [[request["output_token_ids"] for request in data["requests"]] for data in (first, again, other)]
+    assert recovered(first) == recovered(other) == [0, 528, 528, 528]
+    assert len({tuple(output) for output in outputs[0]}) == 4
+    assert outputs[0] == outputs[1] != outputs[2]
+
+
+@pytest.mark.parametrize("way", [(), ("--json", "-")], ids=["table", "json"])
+def test_a_virtual_race_prints_the_same_bytes_each_time(way: tuple[str, ...]) -> None:
+    runs = [minivllm(*SMALL, *SINGLE_FLIGHT, "--virtual", *way, PYTHONHASHSEED=seed) for seed in ("1", "2")]
+    assert runs[0].returncode == 0
+    assert (runs[0].stdout, runs[0].stderr) == (runs[1].stdout, runs[1].stderr)
+
+
+def test_a_virtual_race_needs_neither_mlx_nor_a_model_nor_numpy(tmp_path: Path) -> None:
+    program = (
+        "import sys\n"
+        "for name in ('mlx', 'mlx.core', 'mlx_lm', 'numpy', 'transformers'):\n"
+        "    sys.modules[name] = None\n"
+        "from minivllm.__main__ import main\n"
+        "sys.exit(main(['race', '--virtual', '--json', '-']))\n"
+    )
+    changes = environment(MINIVLLM_CACHE=str(tmp_path / "none"), HOME=str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, cwd=ROOT, env=changes, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.decode() == minivllm("race", "--virtual", "--json", "-").stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_printed_is_the_figures_a_timeline_and_what_they_mean() -> None:
+    done = minivllm(*SMALL, *SINGLE_FLIGHT, "--virtual")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "r1, r2, r3: held behind r0\n" in done.stdout
+    assert "r1       follower     532        528       8" in done.stdout
+    assert "\nr3 follower  ░░░░" in done.stdout
+    assert "░ held behind its leader  █ prefill  ━ decode  ● done" in done.stdout
+    words = " ".join(done.stdout.split())
+    assert "1,584 of 1,596 prompt tokens of the 3 later requests were recovered: 3 followers were held" in words
+
+
+def test_without_unicode_the_drawing_is_ascii() -> None:
+    done = minivllm(*SMALL, *SINGLE_FLIGHT, "--virtual", PYTHONIOENCODING="ascii")
+    assert done.stdout.isascii()
+    assert ": held behind its leader  # prefill  - decode  O done" in done.stdout
+    assert "?" not in done.stdout
+
+
+def test_json_on_standard_output_stands_alone_and_the_table_goes_beside_it() -> None:
+    done = minivllm(*SMALL, "--virtual", "--json", "-")
+    data = json.loads(done.stdout)
+    assert list(data) == ["config", "requests", "blocks", "events"]
+    assert "r0       independent     532" in done.stderr
+    assert "r0       independent" not in done.stdout
+
+
+def test_json_in_a_file_is_the_same_and_the_table_stays_on_standard_output(tmp_path: Path) -> None:
+    path = tmp_path / "race.json"
+    path.write_text("old")
+    path.chmod(0o640)
+    done = minivllm(*SMALL, "--virtual", "--json", str(path))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert path.read_text() == minivllm(*SMALL, "--virtual", "--json", "-").stdout
+    assert "r0       independent     532" in done.stdout
+    assert [entry.name for entry in tmp_path.iterdir()] == ["race.json"]
+    assert path.stat().st_mode & 0o777 == 0o640
+
+
+def test_a_link_stays_a_link_and_what_it_points_to_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "real.json").write_text("old")
+    (tmp_path / "link.json").symlink_to("real.json")
+    assert minivllm(*SMALL, "--virtual", "--json", str(tmp_path / "link.json")).returncode == 0
+    assert (tmp_path / "link.json").is_symlink()
+    assert json.loads((tmp_path / "real.json").read_text())["config"]["requests"] == 4
+
+
+@pytest.mark.parametrize(("place", "words"), [("no/such/folder.json", "No such file"), ("", "Is a directory")])
+def test_a_place_that_cannot_be_written_is_told_before_the_race(tmp_path: Path, place: str, words: str) -> None:
+    done = minivllm(*SMALL, "--virtual", "--json", str(tmp_path / place))
+    assert words in one_sentence(done, 1)
+    assert done.stdout == ""
+
+
+def test_prompts_may_share_only_a_prefix_and_incremental_publication_pays(tmp_path: Path) -> None:
+    race = ("race", "--virtual", "--requests", "12", "--shared-tokens", "500", "--publication", "incremental")
+    data = race_json(*race)
+    assert set(recovered(data)) == {0, 496}
+    assert recovered(data)[0] == 0
+    assert recovered(data)[-1] == 496
+
+
+def test_on_a_terminal_a_table_moves_and_the_cursor_comes_back() -> None:
+    text = on_a_terminal("race", "--model", "tiny", "--requests", "3", "--max-tokens", "60", *SINGLE_FLIGHT)
+    assert "held behind r0" in text
+    assert "decode" in text
+    assert "528" in text
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
+    after = text[text.rindex("\x1b[?25h") :]
+    assert "r2 follower  ░" in after
+    assert "2 followers were held" in after
+
+
+def on_a_terminal(*arguments: str) -> str:
+    """Run a command with a terminal as its streams, and return what it wrote there."""
+    controller, terminal = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "minivllm", *arguments],
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        env=environment(TERM="xterm-256color", COLUMNS="100", LINES="40"),
+        start_new_session=True,
+    )
+    os.close(terminal)
+    text = b""
+    while True:
+        try:
+            piece = os.read(controller, 4096)
+        except OSError:  # Linux says this when the last writer has gone
+            break
+        if not piece:
+            break
+        text += piece
+    os.close(controller)
+    assert process.wait(60) == 0
+    return text.decode()

@@ -1,0 +1,1 @@
+"""Properties: random sequences of moves against invariants and slow, obvious models."""

@@ -1,0 +1,277 @@
+"""One log, the state as a fold over it, and figures counted from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from minivllm import events as ev
+from minivllm.engine import EngineCore
+from minivllm.events import EVENT_KINDS, EventLog, event_from_dict
+from minivllm.metrics import HitRate, Metrics
+from minivllm.replay import BlockState, State, fold, replay
+from minivllm.request import RequestState
+from tests.unit.small import FULL_PROMPT, events_of, run, small_core, step
+
+
+def eventful_core() -> EngineCore:
+    """Return an engine that has done, to its end, everything that an event can tell, but a failing step."""
+    core = small_core(num_blocks=9, publication="incremental", coordination="single-flight", release="on-completion")
+    core.submit(FULL_PROMPT, max_tokens=12, request_id="a", cache_salt="s")
+    core.submit(FULL_PROMPT, max_tokens=12, request_id="b", cache_salt="s")
+    core.submit(FULL_PROMPT, max_tokens=2, request_id="c", cache_salt="s")
+    core.submit([50, 51, 52, 53, 54], max_tokens=16, request_id="other")
+    core.submit([50, 51, 52, 53, 55], max_tokens=16, request_id="twin")
+    core.submit([60], max_tokens=1, request_id="late", after=("other", 2))
+    core.abort("a")
+    step(core, 2)
+    core.abort("c")
+    core.fail("late", ValueError("told to"))
+    run(core)
+    core.reset_cache()
+    core.set_policies(publication="on-completion", release="after-prefill")
+    for _ in range(3):
+        core.submit(FULL_PROMPT, max_tokens=12)
+    core.submit([50, 51, 52, 53, 54], max_tokens=12)
+    run(core)
+    return core
+
+
+# -- The log -----------------------------------------------------------------------------------------------
+
+
+def test_events_are_numbered_from_0_without_gaps_and_dated_by_step_and_clock() -> None:
+    times = iter([0.0, 1.5, 1.5])
+    log = EventLog(lambda: next(times))
+    for number in range(3):
+        log.step = number
+        log.append(ev.PrefillFinished("a"))
+    assert [(event.seq, event.step, event.ms) for event in log] == [(0, 0, 0.0), (1, 1, 1.5), (2, 2, 1.5)]
+    assert [event.seq for event in log.since(1)] == [event.seq for event in log[1:]] == [1, 2]
+    assert log[-1].seq == 2
+    assert len(log) == 3
+
+
+def test_reading_the_log_does_not_follow_what_comes_later() -> None:
+    log = EventLog(lambda: 0.0)
+    log.append(ev.PrefillFinished("a"))
+    reader, tail = iter(log), log.since(0)
+    log.append(ev.PrefillFinished("b"))
+    assert len(list(reader)) == len(tail) == 1
+    assert len(log) == 2
+
+
+def test_every_log_begins_with_the_engine_and_time_never_goes_back() -> None:
+    core = eventful_core()
+    first = core.log[0]
+    assert isinstance(first, ev.EngineStarted)
+    assert (first.num_blocks, first.block_size, first.coordination) == (9, 4, "single-flight")
+    times = [event.ms for event in core.log]
+    steps = [event.step for event in core.log]
+    assert times == sorted(times) and times[-1] > 0
+    assert steps == sorted(steps)
+    assert [event.seq for event in core.log] == list(range(len(core.log)))
+
+
+def test_the_story_that_these_tests_use_has_every_kind_of_event_but_a_failed_step() -> None:
+    assert {event.kind for event in eventful_core().log} == EVENT_KINDS.keys() - {"step_failed"}
+
+
+# -- As plain values ---------------------------------------------------------------------------------------
+
+
+def test_every_kind_is_written_in_snake_case_and_known_by_it() -> None:
+    for kind, cls in EVENT_KINDS.items():
+        assert kind == cls.kind
+        assert kind.replace("_", "") == cls.__name__.lower()
+    assert {"blocks_hit", "flight_handed_over", "step_scheduled"} <= EVENT_KINDS.keys()
+
+
+def test_an_event_survives_json() -> None:
+    for event in eventful_core().log:
+        text = json.dumps(event.as_dict())
+        again = event_from_dict(json.loads(text))
+        assert again.ms == round(event.ms, 6)
+        assert again.as_dict() == event.as_dict()
+        assert type(again) is type(event)
+        for field in dataclasses.fields(event):
+            if field.name != "ms":
+                assert getattr(again, field.name) == getattr(event, field.name)
+
+
+def test_an_event_as_a_dictionary_says_its_kind_first() -> None:
+    event = ev.BlocksHit("a", (1, 2))
+    assert event.as_dict() == {
+        "kind": "blocks_hit",
+        "seq": -1,
+        "step": 0,
+        "ms": 0.0,
+        "request_id": "a",
+        "block_ids": [1, 2],
+    }
+    assert list(event.as_dict())[:4] == ["kind", "seq", "step", "ms"]
+
+
+def test_an_event_of_an_unknown_kind_is_refused() -> None:
+    data = {**ev.PrefillFinished("a").as_dict(), "kind": "of_the_future"}
+    with pytest.raises(ValueError, match="no event of kind 'of_the_future'"):
+        event_from_dict(data)
+
+
+def test_events_hold_plain_values_only() -> None:
+    """They are read from other threads and written as JSON: no object of the engine may leak into one."""
+
+    def plain(value: object) -> bool:
+        return isinstance(value, (int, float, str)) or (isinstance(value, tuple) and all(map(plain, value)))
+
+    for event in eventful_core().log:
+        for field in dataclasses.fields(event):
+            assert plain(getattr(event, field.name)), event
+
+
+# -- The fold ----------------------------------------------------------------------------------------------
+
+
+def test_replaying_the_log_gives_the_engine_and_so_does_its_recording() -> None:
+    core = eventful_core()
+    assert replay(core.log) == core.state()
+    recording = json.loads(json.dumps([event.as_dict() for event in core.log]))
+    assert replay(map(event_from_dict, recording)) == core.state()
+
+
+def test_folding_event_by_event_gives_the_same_as_replaying_up_to_there() -> None:
+    log = eventful_core().log
+    state = State()
+    for event in log:
+        fold(state, event)
+        assert state == replay(log, event.seq + 1)
+
+
+def test_replaying_changes_neither_the_log_nor_what_it_gave_before() -> None:
+    core = eventful_core()
+    before = [event.as_dict() for event in core.log]
+    first = replay(core.log)
+    copy = first.as_dict()
+    replay(core.log)
+    assert [event.as_dict() for event in core.log] == before
+    assert first.as_dict() == copy
+
+
+def test_of_no_events_the_state_is_empty() -> None:
+    assert replay([]) == State()
+    assert replay(eventful_core().log, 0) == State()
+
+
+def test_two_states_differ_when_only_the_order_of_the_free_queue_does() -> None:
+    core = small_core()
+    other = core.state()
+    other.free_queue.move_to_end(1)
+    assert other != core.state()
+    assert sorted(other.free_queue) == sorted(core.state().free_queue)
+
+
+def test_a_block_is_free_then_owned_then_published_then_free_again() -> None:
+    core = small_core(num_blocks=3)
+    core.submit([1, 2, 3, 4, 5], max_tokens=4, request_id="a")
+    run(core)
+    core.submit(list(range(50, 59)), max_tokens=1, request_id="b")
+    run(core)
+    seen: list[BlockState] = []
+    state = State()
+    for event in core.log:
+        now = fold(state, event).blocks[2].state
+        if not seen or seen[-1] is not now:
+            seen.append(now)
+    assert seen[:5] == [
+        BlockState.FREE,
+        BlockState.OWNED,
+        BlockState.PUBLISHED,
+        BlockState.FREE,
+        BlockState.OWNED,
+    ]
+
+
+def test_the_state_between_two_events_of_a_step_holds_together_too() -> None:
+    """A view may stop at any event: no count is below 0, and who is in the free queue has no user."""
+    state = State()
+    for event in eventful_core().log:
+        fold(state, event)
+        for block_id, block in state.blocks.items():
+            assert block.ref_count >= 0
+            assert (block_id in state.free_queue) == (block.ref_count == 0)
+            assert (block.state is BlockState.PUBLISHED) == bool(block.block_hash)
+        assert {b.block_hash: i for i, b in state.blocks.items() if b.block_hash} == state.prefix_index
+        for request_id in state.running:
+            assert state.requests[request_id].state is RequestState.RUNNING
+
+
+# -- Figures -----------------------------------------------------------------------------------------------
+
+
+def test_the_hit_rate_is_a_ratio_of_sums_over_the_last_requests() -> None:
+    """Example 10: a window of five requests."""
+    rate = HitRate(window=5)
+    assert rate.rate is None
+    seen: list[float | None] = []
+    for observed in ((1, 20, 9), (4, 80, 16), (1, 10, 2)):
+        rate.observe(*observed)
+        seen.append(rate.rate)
+    assert seen == [pytest.approx(0.45), pytest.approx(0.25), pytest.approx(0.2)]
+
+
+def test_no_query_is_not_a_rate_of_0() -> None:
+    assert Metrics.of(small_core().log).hit_rate.rate is None
+    core = small_core()
+    core.submit([1], max_tokens=1)
+    run(core)
+    assert Metrics.of(core.log).hit_rate.rate == 0
+
+
+def test_chunks_retries_and_resumptions_count_as_one_query() -> None:
+    """The fault it guards against: each refusal, each chunk and each recompute counted again."""
+    core = small_core(num_blocks=7, publication="incremental", max_num_batched_tokens=4)
+    for number in range(3):
+        core.submit(list(range(100 * number, 100 * number + 9)), max_tokens=12, request_id=f"r{number}")
+    run(core)
+    figures = Metrics.of(core.log)
+    assert events_of(core, ev.RequestPreempted)
+    assert figures.queried_tokens == 27
+    assert figures.recovered_tokens == 0
+    assert figures.requests["r0"].resumed_recovered_tokens == 0
+    assert sum(request.resumed_recovered_tokens for request in figures.requests.values()) > 0
+
+
+def test_computed_and_recovered_tokens_add_up_to_what_was_needed() -> None:
+    core = small_core(num_blocks=32, publication="incremental")
+    core.submit(FULL_PROMPT, max_tokens=3)
+    run(core)
+    core.submit(FULL_PROMPT, max_tokens=3)
+    run(core)
+    figures = Metrics.of(core.log)
+    assert figures.recovered_tokens == 8
+    assert figures.computed_tokens + figures.recovered_tokens == 2 * (9 + 2)
+
+
+def test_figures_that_are_brought_up_to_date_step_by_step_are_those_of_the_whole_log() -> None:
+    core = small_core(num_blocks=32)
+    core.submit(FULL_PROMPT, max_tokens=5)
+    core.submit(FULL_PROMPT, max_tokens=3)
+    figures = Metrics()
+    while core.step():
+        figures.update(core.log)
+        figures.update(core.log)
+    assert figures.as_dict() == Metrics.of(core.log).as_dict()
+    assert figures.rows() == Metrics.of(core.log).rows()
+
+
+def test_times_are_the_engines_clock() -> None:
+    core = small_core()
+    core.submit(FULL_PROMPT, max_tokens=3, request_id="a")
+    run(core)
+    figures = Metrics.of(core.log).requests["a"]
+    outs = [event.ms for event in events_of(core, ev.TokenOut)]
+    assert figures.ttft_ms == outs[0]
+    assert figures.completion_ms == outs[-1]
+    assert figures.tpot_ms == pytest.approx((outs[-1] - outs[0]) / 2)

@@ -1,0 +1,269 @@
+"""Still pictures of the cache: block pool, block tables, hash chain; and the tables as text.
+
+The pictures of time are in `timelines`. Knows moments of the log. Must not know engines or widgets.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from minivllm import events as ev
+from minivllm.request import RequestState
+from widgets.moment import (
+    COPY,
+    LOOKS,
+    OWNED,
+    USED,
+    Moment,
+    Published,
+    after_words,
+    cell,
+    look_of,
+    moment_of,
+)
+from widgets.svg import GREY, GROUND, MUTED, SKY, WIDTH, Picture, el, number, picture, plural, rect, text
+from widgets.timelines import compare_timelines, picture_timeline, timeline_text
+
+__all__ = [
+    "Picture",
+    "compare_timelines",
+    "picture_chain",
+    "picture_pool",
+    "picture_tables",
+    "picture_timeline",
+    "tables_text",
+    "timeline_text",
+]
+
+# --- Block pool -------------------------------------------------------------------------------------------
+
+_MAX_CELLS = 1024
+
+
+def picture_pool(log: Iterable[ev.Event], at: int | None = None) -> Picture:
+    """Draw every block of the pool: what it holds, and in how many block tables it is."""
+    moment = moment_of(log, at)
+    blocks = moment.state.blocks
+    counts = dict.fromkeys((look.name for look in LOOKS), 0)
+    for block_id in blocks:
+        counts[look_of(moment, block_id).name] += 1
+    told = ", ".join(f"{counts[look.name]:,} {look.words}" for look in LOOKS)
+    alt = f"Block pool {after_words(moment)}: {plural(len(blocks), 'block')}; {told}."
+
+    body = [
+        text(18, 28, f"Block pool, {after_words(moment)}", 14, bold=True),
+        text(WIDTH - 18, 28, "number in a cell = ref_count", 11.5, MUTED, anchor="end"),
+    ]
+    size, gap = 24, 4
+    columns = 32
+    drawn = list(blocks)[:_MAX_CELLS]
+    for place, block_id in enumerate(drawn):
+        row, column = divmod(place, columns)
+        look = look_of(moment, block_id)
+        words = {"free": "", "kept": "·"}.get(look.name, str(blocks[block_id].ref_count))
+        body.append(cell(30 + column * (size + gap), 46 + row * (size + gap), size, size, look, words, 11.5))
+    y = 46 + math.ceil(len(drawn) / columns) * (size + gap) + 18
+    if len(blocks) > len(drawn):
+        body.append(text(30, y, f"The first {len(drawn):,} of {len(blocks):,} blocks.", 11.5, MUTED))
+        y += 20
+    x = 30.0
+    for look in LOOKS:
+        words = f"{counts[look.name]:,} {look.words}"
+        body.append(cell(x, y - 10, 13, 13, look, "", 9) + text(x + 19, y + 1, words, 12))
+        x += 19 + len(words) * 6.4 + 22
+    return picture(body, WIDTH, y + 20, alt, f"block pool, {after_words(moment)}")
+
+
+# --- Block tables -----------------------------------------------------------------------------------------
+
+_STATE_WORDS = {
+    RequestState.DEFERRED: "has not arrived",
+    RequestState.WAITING: "waiting",
+    RequestState.HELD: "held",
+    RequestState.RUNNING: "running",
+    RequestState.PREEMPTED: "preempted",
+    RequestState.FINISHED: "done",
+    RequestState.ABORTED: "aborted",
+    RequestState.FAILED: "failed",
+}
+
+
+def tables_text(log: Iterable[ev.Event], at: int | None = None) -> str:
+    """Return every request's block table in words, one line a request; neighbours that are alike are a range."""
+    moment = moment_of(log, at)
+    requests = moment.state.requests
+    lines = [f"Block tables {after_words(moment)}:"]
+    width = max((len(name) for name in requests), default=0)
+    for name, view in requests.items():
+        table = _table_words(moment, view.block_ids) or "no block"
+        lines.append(f"  {name:<{width}}  {_STATE_WORDS[view.state]:<9}  {table}")
+    if not requests:
+        lines.append("  no request")
+    free = len(moment.state.free_queue)
+    lines.append(f"  {free:,} of {plural(len(moment.state.blocks), 'block')} free")
+    return "\n".join(lines)
+
+
+def _table_words(moment: Moment, block_ids: list[int]) -> str:
+    runs: list[tuple[int, int, str]] = []
+    for block_id in block_ids:
+        count = moment.state.blocks[block_id].ref_count
+        words = f"{look_of(moment, block_id).words.removesuffix(', in use')}, ref_count {count}"
+        if runs and runs[-1][1] + 1 == block_id and runs[-1][2] == words:
+            runs[-1] = (runs[-1][0], block_id, words)
+        else:
+            runs.append((block_id, block_id, words))
+    return "; ".join(f"{a if a == b else f'{a} to {b}'} ({words})" for a, b, words in runs)
+
+
+def picture_tables(log: Iterable[ev.Event], at: int | None = None) -> Picture:
+    """Draw the block table of every request: logical blocks from left to right, each with its physical id."""
+    events = list(log)
+    moment = moment_of(events, at)
+    size = moment.config.block_size
+    width, height, gap, left, per_line = 27.0, 22.0, 3.0, 138.0, 26
+    body = [
+        text(18, 28, f"Block tables, {after_words(moment)}", 14, bold=True),
+        text(WIDTH - 18, 28, "logical block 0, 1, 2 … → block id", 11.5, MUTED, anchor="end"),
+    ]
+    y = 46.0
+    for name, view in moment.state.requests.items():
+        body.append(text(18, y + 15, name, 12.5, bold=True))
+        body.append(text(56, y + 15, _STATE_WORDS[view.state], 11, MUTED))
+        for index, block_id in enumerate(view.block_ids):
+            row, column = divmod(index, per_line)
+            x, top = left + column * (width + gap), y + row * (height + gap)
+            filled = (view.num_computed_tokens - index * size) / size
+            body.append(_entry(moment, block_id, x, top, width, height, filled))
+        if not view.block_ids:
+            body.append(text(left, y + 15, "no block", 11, MUTED))
+        y += max(1, math.ceil(len(view.block_ids) / per_line)) * (height + gap) + 7
+    if not moment.state.requests:
+        body.append(text(18, y + 15, "no request", 12, MUTED))
+        y += 30
+    x = 18.0
+    legend = [(look.words.removesuffix(", in use"), look) for look in (OWNED, COPY, USED)]
+    for words, look in legend:
+        body.append(cell(x, y + 4, 13, 13, look, "", 9) + text(x + 19, y + 15, words, 11.5, MUTED))
+        x += 19 + len(words) * 6.2 + 22
+    body.append(rect(x, y + 13, 13, 3, SKY) + text(x + 19, y + 15, "in more than one table", 11.5, MUTED))
+    return picture(body, WIDTH, y + 32, tables_text(events, at), f"block tables, {after_words(moment)}")
+
+
+def _entry(moment: Moment, block_id: int, x: float, y: float, width: float, height: float, filled: float) -> str:
+    """One entry of a block table; ``filled`` is the share of the block's tokens that have K/V."""
+    look = look_of(moment, block_id)
+    out = cell(x, y, width, height, look, str(block_id), 11)
+    if filled < 1 and look is OWNED:
+        empty = (width - 2) * (1 - max(0.0, filled))
+        out += rect(x + width - 1 - empty, y + 1, empty, height - 2, GROUND, opacity=0.78)
+        out += text(x + width / 2, y + 15, str(block_id), 11, anchor="middle", bold=True)
+    if moment.state.blocks[block_id].ref_count > 1:
+        out += rect(x + 1, y + height - 4, width - 2, 3, SKY)
+    return out
+
+
+# --- Hash chain -------------------------------------------------------------------------------------------
+
+_BOX_W, _BOX_H, _BOX_GAP, _ROW, _CHAIN_LEFT = 52.0, 38.0, 16.0, 54.0, 66.0
+_RUN_SHOWN = 9
+
+
+def picture_chain(log: Iterable[ev.Event], at: int | None = None) -> Picture:
+    """Draw the published blocks from parent to child; long runs without a branch are folded."""
+    moment = moment_of(log, at)
+    children: dict[str, list[Published]] = {}
+    for item in moment.published.values():
+        parent = item.parent if item.parent in moment.published else ""
+        children.setdefault(parent, []).append(item)
+    chain = _ChainDrawing(moment, children)
+    chain.draw()
+    ends = sum(1 for item in moment.published.values() if item.block_hash not in children)
+    alt = (
+        f"Hash chain {after_words(moment)}: {plural(len(moment.published), 'published block')}, "
+        f"{plural(len(children.get('', [])), 'first block')}, {plural(ends, 'end')}."
+    )
+    if not moment.published:
+        chain.body.append(text(18, 64, "Nothing is published.", 12, MUTED))
+    body = [
+        text(18, 28, f"Hash chain, {after_words(moment)}", 14, bold=True),
+        text(WIDTH - 18, 28, "hash over block id; parent → child", 11.5, MUTED, anchor="end"),
+        *chain.body,
+    ]
+    width = max(float(WIDTH), chain.right + 20)
+    return picture(body, width, 52 + (chain.row + 1) * _ROW, alt, f"hash chain, {after_words(moment)}")
+
+
+class _ChainDrawing:
+    """Boxes in rows: an only child stands right of its parent, each further child begins a row of its own."""
+
+    def __init__(self, moment: Moment, children: dict[str, list[Published]]) -> None:
+        self.moment = moment
+        self.children = children
+        self.body: list[str] = []
+        self.row = 0
+        self.right = 0.0
+
+    def draw(self) -> None:
+        roots = self.children.get("", [])
+        # (first block of a run, x of its box, its row, x and row of the parent's right end)
+        todo = [(root, _CHAIN_LEFT, -1, _CHAIN_LEFT - _BOX_GAP - 4, 0) for root in reversed(roots)]
+        if roots:
+            self.body.append(text(18, self._middle(0) + 4, "root", 11.5, MUTED))
+        first = True
+        while todo:
+            item, x, row, from_x, from_row = todo.pop()
+            if row < 0:
+                if not first:
+                    self.row += 1
+                row = self.row
+            first = False
+            run = [item]
+            kids = self.children.get(item.block_hash, [])
+            while len(kids) == 1:
+                run.append(kids[0])
+                kids = self.children.get(kids[0].block_hash, [])
+            end = self._run(run, x, row, from_x, from_row)
+            for i in range(len(kids) - 1, -1, -1):
+                todo.append((kids[i], end + _BOX_GAP, row if i == 0 else -1, end, row))
+            if not kids:
+                words = plural(run[-1].index + 1, "block")
+                self.body.append(text(end + 8, self._middle(row) + 4, words, 11.5, MUTED))
+                self.right = max(self.right, end + 8 + len(words) * 6.4)
+
+    def _middle(self, row: int) -> float:
+        return 52 + row * _ROW + _BOX_H / 2
+
+    def _run(self, run: list[Published], x: float, row: int, from_x: float, from_row: int) -> float:
+        y, middle = 52 + row * _ROW, self._middle(row)
+        folded = len(run) > _RUN_SHOWN
+        shown: list[Published | None] = [*run[:3], None, *run[-2:]] if folded else list(run)
+        for place, item in enumerate(shown):
+            bend = f"h{number(_BOX_GAP / 2)} V{number(middle)} " if place == 0 and from_row != row else ""
+            start = self._middle(from_row) if place == 0 else middle
+            line = f"M{number(from_x)} {number(start)} {bend}H{number(x - 3)}"
+            self.body.append(el("path", d=line, fill="none", stroke=GREY, stroke_width=1.3, marker_end="url(#tip)"))
+            width = _BOX_W
+            if item is None:
+                width += 26
+                self.body.append(
+                    rect(x, y + 6, width, _BOX_H - 12, "#f1f3f5", rx=13, stroke=GREY, stroke_dasharray="3 2")
+                    + text(x + width / 2, middle + 4, f"{len(run) - 5} more", 11.5, MUTED, anchor="middle")
+                )
+            else:
+                self._box(item, x, y)
+            from_x = x + width
+            x = from_x + _BOX_GAP
+        self.right = max(self.right, from_x)
+        return from_x
+
+    def _box(self, item: Published, x: float, y: float) -> None:
+        look = look_of(self.moment, item.block_id)
+        self.body.append(
+            rect(x, y, _BOX_W, _BOX_H, look.fill, rx=5, stroke=look.stroke)
+            + text(x + _BOX_W / 2, y + 15, item.block_hash[:6], 10.5, look.ink, anchor="middle", mono=True)
+            + text(x + _BOX_W / 2, y + 31, str(item.block_id), 12.5, look.ink, anchor="middle", bold=True)
+        )
+        if item.salt or (item.parent and item.parent not in self.moment.published):
+            self.body.append(text(x, y - 4, item.salt or "parent evicted", 10.5, bold=True))
