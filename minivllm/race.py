@@ -294,7 +294,7 @@ def explain(result: RaceResult) -> str:
     preempted = sum(request.num_preemptions for request in result.requests)
     if preempted:
         words.append(
-            f"Blocks ran out, so requests were preempted {preempted} times; what they found of their own work "
+            f"Blocks ran out, so requests were preempted ({preempted} in all); what they found of their own work "
             "when they went on is not counted."
         )
     return " ".join(words)
@@ -314,7 +314,10 @@ def _cause(result: RaceResult, found: int) -> str:
         until = "computed and published its prompt"
         if not result.config.release_policy.after_prefill(len(followers)):
             until = "ended and its blocks were published"
-        return f"{len(followers)} followers were held until their leader, {leaders[0]}, had {until}"
+        held = "1 follower was held until its leader"
+        if len(followers) > 1:
+            held = f"{len(followers)} followers were held until their leader"
+        return f"{held}, {leaders[0]}, had {until}"
     when = {"on-completion": "when its request ends", "incremental": "after the step that computed it"}
     rule = when.get(result.config.publication_policy.name, "as the policy says")
     if found:

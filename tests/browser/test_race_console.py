@@ -140,7 +140,7 @@ def test_an_aborted_leader_hands_over(lab: LabPage) -> None:
     console.press("Reset cache")
     expect(console.error).to_contain_text("A block is in use, so the cache cannot be reset")
     console.expect_over()
-    console.expect_result("r2", 4992, 5000)
+    console.expect_result("r2", 4992, 5000, role="follower")
     console.press("Reset cache")
     expect(console.status).to_have_text("The cache is reset: nothing is published any more.")
     expect(console.error).to_be_hidden()

@@ -60,13 +60,6 @@ def test_the_default_model_recovers_what_the_virtual_clock_predicts() -> None:
     assert [event["kind"] for event in real["events"]] == [event["kind"] for event in virtual["events"]]
 
 
-@pytest.mark.model
-def test_the_default_model_recovers_nothing_without_coordination() -> None:
-    race = ("race", "--requests", "4", "--prompt-tokens", "60", "--max-tokens", "2")
-    assert recovered(race_json(*race)) == [0, 0, 0, 0]
-    assert recovered(race_json(*race, *SINGLE_FLIGHT)) == [0, 48, 48, 48]
-
-
 @pytest.mark.parametrize("model", ["--virtual", "--model=tiny"])
 def test_with_a_temperature_outputs_differ_and_repeat_with_the_seed(model: str) -> None:
     race = (*SMALL, *SINGLE_FLIGHT, model, "--temperature", "0.9")

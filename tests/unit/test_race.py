@@ -88,11 +88,14 @@ def test_a_model_and_the_virtual_clock_do_the_same_block_for_block(setting: str)
 
 
 @pytest.mark.model
-def test_the_default_model_does_the_same_as_the_virtual_clock_block_for_block() -> None:
+@pytest.mark.parametrize(("config", "expected"), [(EngineConfig(), [0, 0, 0]), (SINGLE_FLIGHT, [0, 96, 96])])
+def test_the_default_model_does_the_same_as_the_virtual_clock_block_for_block(
+    config: EngineConfig, expected: list[int]
+) -> None:
     race = Race(num_requests=3, prompt_tokens=100, max_tokens=3)
-    real, virtual = run_race(race, SINGLE_FLIGHT, "smollm2"), run_race(race, SINGLE_FLIGHT, "virtual")
+    real, virtual = run_race(race, config, "smollm2"), run_race(race, config, "virtual")
     assert what_happened(real) == what_happened(virtual)
-    assert recovered(real) == [0, 96, 96]
+    assert recovered(real) == expected
 
 
 @pytest.mark.parametrize("model", ["tiny", "virtual"])

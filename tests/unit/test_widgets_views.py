@@ -234,7 +234,11 @@ def test_a_second_fire_while_one_runs_is_refused_and_so_is_a_reset(desk: Callabl
 
 def test_the_leader_is_aborted_and_the_followers_finish(desk: Callable[..., Desk]) -> None:
     gate = threading.Event()
-    with Engine("virtual", runner=lambda: VirtualRunner(on_step=lambda step: bool(gate.wait(GUARD_S)))) as engine:
+
+    def wait_at_the_gate(step: ScheduledStep) -> None:
+        assert gate.wait(GUARD_S)
+
+    with Engine("virtual", runner=lambda: VirtualRunner(on_step=wait_at_the_gate)) as engine:
         table = desk(engine, num_requests=3, prompt_tokens=4000, coordination="single-flight", max_tokens=4)
         table.hear("ready")
         table.press("abort_leader")
