@@ -11,7 +11,11 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
+import sys
 import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from minivllm import EngineConfig, EngineCore, Sampling, Submission, cpu_blas
 from minivllm.engine_thread import runner_factory
@@ -71,9 +75,8 @@ def main() -> None:
     args = parser.parse_args()
     print(describe(cpu_blas.make_fast()))
     print(f"{args.rows} rows of {args.context} tokens, {args.blocks} blocks, model {args.model}, {args.steps} steps")
-    print(
-        f"{'publication':14} {'engine median ms':>17} {'p95':>7} {'max':>7} {'runner median ms':>17} {'engine/step':>12}"
-    )
+    heads = ("engine median ms", "p95", "max", "runner median ms", "engine/step")
+    print(f"{'publication':14} {heads[0]:>17} {heads[1]:>7} {heads[2]:>7} {heads[3]:>17} {heads[4]:>12}")
     for publication in ("on-completion", "incremental"):
         own, runner = measure(args.model, args.rows, args.blocks, args.context, args.steps, publication)
         median, of_runner = statistics.median(own), statistics.median(runner)
