@@ -210,7 +210,6 @@ class RaceConsole(LogWidget):
 
     def fire(self, **options: Any) -> None:
         """Start a race, as the button does. ``options`` are controls by name; others are as first shown."""
-        assert self.controls is not None
         defaults = {field["name"]: field["value"] for field in self.controls["fields"]}
         self._commands.put(_Fire(defaults | options))
 
@@ -288,7 +287,6 @@ class RaceConsole(LogWidget):
                 known = [choice for choice, _ in _CHOICES[name]]
                 if value not in known:
                     raise UnknownNameError(f"{name} has no choice {value!r}; {nearest(value, known)}")
-        assert self.controls is not None
         for field in self.controls["fields"]:
             value = options[field["name"]]
             if "choices" in field or (field["name"] == "shared_tokens" and options["prompts"] != "shared"):

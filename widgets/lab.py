@@ -69,7 +69,7 @@ class LogWidget(anywidget.AnyWidget):
     title = traitlets.Unicode("").tag(sync=True)
     per_race = traitlets.Bool(False).tag(sync=True)
     paced = traitlets.Bool(False).tag(sync=True)
-    controls = traitlets.Dict(None, allow_none=True).tag(sync=True)
+    controls = traitlets.Dict().tag(sync=True)  # empty: no console
 
     def __init__(self, **traits: Any) -> None:
         super().__init__(**traits)

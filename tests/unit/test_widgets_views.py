@@ -138,7 +138,6 @@ class Desk:
         return [(m["level"], m["text"]) for w, m in self._sent if w is self.console and m["type"] == "status"]
 
     def press(self, do: str, **options: Any) -> None:
-        assert self.console.controls is not None
         shown = {field["name"]: field["value"] for field in self.console.controls["fields"]}
         message = {"do": do, "options": shown | options} if do == "fire" else {"do": do}
         self.console._on_message(self.console, message, [])
@@ -351,7 +350,6 @@ def test_controls_and_panels_that_do_not_exist_are_refused() -> None:
 def test_the_controls_begin_with_the_settings_of_the_engine(desk: Callable[..., Desk]) -> None:
     config = EngineConfig(publication="incremental", coordination="single-flight", num_blocks=64)
     table = desk(model="virtual", config=config)
-    assert table.console.controls is not None
     fields = {field["name"]: field for field in table.console.controls["fields"]}
     assert fields["publication"]["value"] == "incremental"
     assert fields["coordination"]["value"] == "single-flight"

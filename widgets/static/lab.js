@@ -1852,7 +1852,7 @@ export default () => {
       const begin = (tries) => {
         if (epoch >= 0 || tries === 0) return;
         want(0);
-        timer = setTimeout(() => begin(tries - 1), 700);
+        timer = setTimeout(() => begin(tries - 1), 300);
       };
       const onMessage = (message) => {
         if (message.type === "status") {
@@ -1870,15 +1870,16 @@ export default () => {
         else if (message.type === "events" && !recording.append(message.from, message.events, performance.now())) want(recording.end);
       };
       model.on("msg:custom", onMessage);
-      begin(20);
+      begin(40);
       return () => {
         clearTimeout(timer);
         model.off("msg:custom", onMessage);
       };
     },
     render({ model, el }) {
+      const controls = model.get("controls") || {};
       const page = new LabPage(el, recording, {
-        show: model.get("show"), title: model.get("title"), paced: model.get("paced"), console: model.get("controls"),
+        show: model.get("show"), title: model.get("title"), paced: model.get("paced"), console: controls.fields ? controls : null,
         send: (message) => model.send(message),
       });
       pages.add(page);
