@@ -405,6 +405,8 @@ def _measure(name: str, model: Module, tokenizer: TokenizerWrapper, max_model_le
     import mlx.core as mx
     from mlx_lm.models.cache import make_prompt_cache
 
+    # The engine checks lengths itself and says so in one sentence; transformers would warn on standard error before.
+    tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
     mx.eval(model.parameters())
     caches = make_prompt_cache(model)
     try:
