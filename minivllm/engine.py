@@ -12,6 +12,7 @@ computes, nor the rules of any policy.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -76,7 +77,7 @@ class Output:
 class EngineCore:
     """Scheduler, KV cache manager, publication and coordination over one runner.
 
-    ``listener`` gets every `Output` as it happens. Not thread-safe: one thread calls.
+    ``listener`` gets every `Output` as it happens and must not call the engine back. Not thread-safe: one thread calls.
     """
 
     def __init__(self, config: EngineConfig, runner: Runner, listener: Callable[[Output], None] | None = None) -> None:
@@ -116,9 +117,9 @@ class EngineCore:
                 config.block_size,
                 config.max_num_seqs,
                 config.max_num_batched_tokens,
-                config.publication_policy.name,
-                self.coordinator.name,
-                config.release_policy.name,
+                policy_name(config.publication_policy),
+                policy_name(config.coordination_policy),
+                policy_name(config.release_policy),
                 runner.name,
             )
         )
@@ -452,7 +453,8 @@ class EngineCore:
         order = {RequestState.DEFERRED: 0, RequestState.HELD: 1}
         for request in sorted(self.requests.values(), key=lambda r: order.get(r.state, 2)):
             if not request.state.is_ended:
-                self._end(request, RequestState.FAILED, error=error)
+                with contextlib.suppress(Exception):  # a policy that broke the books may raise again
+                    self._end(request, RequestState.FAILED, error=error)
 
     # -- Between steps -------------------------------------------------------------------------------------
 
@@ -481,9 +483,9 @@ class EngineCore:
         self.coordinator = self._make_coordinator()
         self.log.append(
             ev.PoliciesChanged(
-                self.config.publication_policy.name,
+                policy_name(self.config.publication_policy),
                 policy_name(self.config.coordination_policy),
-                self.config.release_policy.name,
+                policy_name(self.config.release_policy),
             )
         )
 

@@ -209,7 +209,8 @@ class KVCacheManager:
             (freed if self.pool.drop(block) else still_held).append(block)
         placement = self.eviction.place(freed)
         if Counter(map(id, freed)) != Counter(map(id, [*placement.to_front, *placement.to_back])):
-            raise InvariantError(f"eviction policy {self.eviction.name!r} did not place each freed block once")
+            name = type(self.eviction).__name__
+            raise InvariantError(f"eviction policy {name} did not place each freed block once")
         self.pool.free_queue.prepend_all(placement.to_front)
         for block in placement.to_back:
             self.pool.free_queue.append(block)

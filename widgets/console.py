@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from minivllm.config import EngineConfig, policy_name
+from minivllm.engine import EngineCore
 from minivllm.engine_thread import Engine, Handle
 from minivllm.errors import ConfigError, MiniVLLMError, UnknownNameError, nearest
 from minivllm.events import RequestArrived, RequestDeferred
-from minivllm.replay import replay
 from minivllm.request import RequestState
 from minivllm.runners.virtual import VirtualRunner
 from minivllm.step import ScheduledStep
@@ -357,19 +357,14 @@ class RaceConsole(LogWidget):
         if engine is None or not engine.is_alive or not self._is_racing():
             self._say("No race is running, so there is no leader to abort; press Fire first.", "error")
             return
-        state = replay(engine.log)
-        leaders = [flight.leader_id for _, flight in sorted(state.flights.items())]
-        chosen = leaders or [
-            name
-            for name, view in state.requests.items()
-            if not view.state.is_ended and view.state is not RequestState.DEFERRED
-        ]
-        if not chosen or not engine.abort(chosen[0]):
+        # Chosen and aborted on the engine's thread, in one go: between the two nobody can end or hand over.
+        name, led = engine.call(_abort_leader)
+        if name is None:
             self._say("The leader has ended already; there is nothing to abort.", "error")
-        elif leaders:
-            self._say(f"{chosen[0]} led its flight and was aborted.", "racing")
+        elif led:
+            self._say(f"{name} led its flight and was aborted.", "racing")
         else:
-            self._say(f"No flight is open: {chosen[0]}, the oldest request, was aborted.", "racing")
+            self._say(f"No flight is open: {name}, the oldest request, was aborted.", "racing")
 
     def _reset_cache(self) -> None:
         engine = self._live_engine()
@@ -405,6 +400,17 @@ class RaceConsole(LogWidget):
 
     def __repr__(self) -> str:
         return f"RaceConsole({self._model})"
+
+
+def _abort_leader(core: EngineCore) -> tuple[str | None, bool]:
+    """Abort the leader of the oldest open flight, or else the oldest request; say who, and whether it led."""
+    leaders = [flight.leader_id for _, flight in sorted(core.coordinator.flights.items())]
+    others = [r for r in core.requests.values() if not r.state.is_ended and r.state is not RequestState.DEFERRED]
+    oldest = [request.request_id for request in sorted(others, key=lambda r: r.arrival)]
+    for name in leaders or oldest[:1]:
+        core.abort(name)
+        return name, bool(leaders)
+    return None, False
 
 
 def _sentence(error: BaseException) -> str:

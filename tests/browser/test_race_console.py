@@ -22,6 +22,18 @@ FLIGHT = (
 )
 
 
+# An engine that computes a step when the test says so, so that what is between two steps stays on the page.
+GATED = """\
+import threading, time
+from minivllm import Engine, VirtualRunner
+from widgets import RaceConsole
+steps = threading.Semaphore(0)
+engine = Engine('virtual', runner=lambda: VirtualRunner(on_step=lambda step: steps.acquire()))
+RaceConsole(engine, coordination='single-flight', {})
+"""
+COMMAND_IS_THERE = "exec('while engine._worker.commands.empty(): time.sleep(0.01)')"
+
+
 def write_notebook(lab: LabPage, name: str, *sources: str) -> None:
     """Put a notebook with these code cells beside the labs."""
     cells = [
@@ -32,6 +44,17 @@ def write_notebook(lab: LabPage, name: str, *sources: str) -> None:
     kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
     notebook = {"nbformat": 4, "nbformat_minor": 5, "metadata": {"kernelspec": kernelspec}, "cells": cells}
     (lab.server.root / name).write_text(json.dumps(notebook))
+
+
+def run_in_kernel(lab: LabPage, code: str) -> None:
+    """Run code in the notebook's kernel, beside its cells, and wait until it is through."""
+    lab.page.evaluate(
+        """async code => {
+            const { kernel } = window.jupyterapp.shell.currentWidget.sessionContext.session;
+            await kernel.requestExecute({ code }).done;
+        }""",
+        code,
+    )
 
 
 class Console:
@@ -74,6 +97,11 @@ class Console:
         expect(self.node.locator('[data-result-total][data-over="true"]')).to_be_visible()
 
 
+def page_errors(lab: LabPage) -> list[str]:
+    """What went wrong in the page itself."""
+    return [message for message in lab.messages if message.startswith("error")]
+
+
 def take_pictures(lab: LabPage, name: str) -> None:
     """Both themes, the whole console on one picture."""
     lab.page.set_viewport_size({"width": 1400, "height": 2000})
@@ -102,10 +130,11 @@ def test_a_cold_race_recovers_nothing_and_single_flight_nearly_all(lab: LabPage)
     console.expect_over()
     expect(console.node.locator("[data-result-total]")).to_contain_text("1,584 of 2,128 prompt tokens recovered")
     assert lab.errors() == []
+    assert page_errors(lab) == []
 
 
 def test_leader_and_followers_move_while_the_engine_works(lab: LabPage) -> None:
-    console = Console(lab, "moving.ipynb", FLIGHT.format("num_requests=4, speed='2'"))
+    console = Console(lab, "moving.ipynb", GATED.format("num_requests=4"))
     expect(console.status).to_contain_text("ready")
     console.press("Fire")
     expect(console.lane("r0")).to_have_attribute("data-role", "leader")
@@ -115,36 +144,48 @@ def test_leader_and_followers_move_while_the_engine_works(lab: LabPage) -> None:
     expect(console.node.locator(".mvl-story-list")).to_contain_text(
         "r1, r2 and r3 ask exactly what r0 asks, so they are held behind it."
     )
+    run_in_kernel(lab, "steps.release(6)")
     for request in ("r1", "r2", "r3"):
         expect(console.lane(request)).to_have_attribute("data-state", "running")
+        expect(console.lane(request).locator('rect[data-phase="held"]')).to_have_count(1)
+    expect(console.node.locator('.mvl-arrow[data-kind="release"] .mvl-arrowhead')).to_have_count(3)
     # Four tables, one block: its count is 4 wherever it is shown.
     expect(console.node.locator('.mvl-pool [data-block="1"]')).to_have_text("4")
     expect(console.node.locator('.mvl-tables [data-block="1"]')).to_have_count(4)
     take_pictures(lab, "race-console")
     console.press("Abort leader")
-    expect(console.status).to_contain_text("the oldest request, was aborted")
+    run_in_kernel(lab, f"{COMMAND_IS_THERE}; steps.release(1000)")
+    expect(console.status).to_contain_text("Race 1 is over.")
     expect(console.lane("r0")).to_have_attribute("data-state", "aborted")
+    console.expect_over()
+    assert page_errors(lab) == []
 
 
 def test_an_aborted_leader_hands_over(lab: LabPage) -> None:
-    console = Console(lab, "abort.ipynb", FLIGHT.format("num_requests=3, speed='2', prompt_tokens=5000, max_tokens=4"))
+    console = Console(lab, "abort.ipynb", GATED.format("num_requests=3, prompt_tokens=5000, max_tokens=4"))
     expect(console.status).to_contain_text("ready")
     console.press("Fire")
     expect(console.lane("r1")).to_have_attribute("data-state", "held")
     console.press("Abort leader")
+    run_in_kernel(lab, f"{COMMAND_IS_THERE}; steps.release()")
+    expect(console.status).to_have_text("r0 led its flight and was aborted.")
     expect(console.lane("r0")).to_have_attribute("data-state", "aborted")
     expect(console.lane("r1")).to_have_attribute("data-role", "leader")
+    expect(console.lane("r2").locator('rect[data-phase="held"]')).to_have_count(2)  # behind one, then the other
     expect(console.node.locator('.mvl-arrow[data-kind="handover"]')).to_have_count(1)
     console.press("Fire")
     expect(console.error).to_have_text("A race is running; wait until it is over, or abort its leader.")
     console.press("Reset cache")
+    run_in_kernel(lab, f"{COMMAND_IS_THERE}; steps.release()")
     expect(console.error).to_contain_text("A block is in use, so the cache cannot be reset")
+    run_in_kernel(lab, "steps.release(1000)")
     console.expect_over()
     console.expect_result("r2", 4992, 5000, role="follower")
     console.press("Reset cache")
     expect(console.status).to_have_text("The cache is reset: nothing is published any more.")
     expect(console.error).to_be_hidden()
     expect(console.node.locator(".mvl-chain .mvl-empty")).to_be_visible()
+    assert page_errors(lab) == []
 
 
 def test_a_mistake_is_a_sentence_and_the_console_lives_on(lab: LabPage) -> None:
@@ -164,6 +205,7 @@ def test_a_mistake_is_a_sentence_and_the_console_lives_on(lab: LabPage) -> None:
     console.expect_result("r1", 96, 100, role="follower")
     expect(console.error).to_be_hidden()
     assert lab.errors() == []
+    assert page_errors(lab) == []
 
 
 def test_a_dead_engine_says_why_and_fire_makes_a_new_one(lab: LabPage) -> None:
@@ -183,6 +225,7 @@ def test_a_dead_engine_says_why_and_fire_makes_a_new_one(lab: LabPage) -> None:
     console.expect_result("r0", 0)
     expect(console.node.locator('[data-result-request="r0"]')).to_have_attribute("data-state", "finished")
     assert lab.errors() == []
+    assert page_errors(lab) == []
 
 
 def test_it_works_while_a_cell_runs(lab: LabPage) -> None:
@@ -269,10 +312,11 @@ def test_a_race_on_the_default_model(lab: LabPage) -> None:
     )
     expect(console.status).to_contain_text("smollm2 is ready")
     console.press("Fire")
-    expect(console.lane("r1")).to_have_attribute("data-state", "held")
-    lab.screenshot("race-console-real-held", selector=".mvl")
+    console.expect_over()
+    console.expect_result("r0", 0, role="leader")
     for request in ("r1", "r2", "r3"):
         console.expect_result(request, 528, role="follower")
-    console.expect_over()
+        expect(console.lane(request).locator('rect[data-phase="held"]')).to_have_count(1)
     take_pictures(lab, "race-console-real")
     assert lab.errors() == []
+    assert page_errors(lab) == []

@@ -1,7 +1,8 @@
-"""Aborting the leader, in each of its phases, on the real default model: every follower ends, and the books are right."""
+"""Aborting the leader, in each of its phases, on the real model: every follower ends, and the books are right."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -50,6 +51,7 @@ def preempted(core: EngineCore, leader: Request) -> None:
     run_checked(core, lambda: leader.state is RequestState.PREEMPTED)
 
 
+@contextlib.contextmanager
 def build(loaded: LoadedModel, **settings: object) -> Iterator[EngineCore]:
     core = EngineCore(EngineConfig(**{**SMALL_STEPS, **settings}), MLXRunner(loaded))  # type: ignore[arg-type]
     yield core
@@ -68,7 +70,7 @@ def test_every_follower_ends_when_the_leader_is_aborted(
     publication: str,
 ) -> None:
     tight = reach_phase is preempted
-    for core in build(smollm2, release=release, publication=publication, num_blocks=13 if tight else 64):
+    with build(smollm2, release=release, publication=publication, num_blocks=13 if tight else 64) as core:
         if tight:
             # 94 prompt tokens are 6 blocks; with the leader's 7 the pool is full until the older one grows past 96.
             core.submit_batch([Submission(list(range(94)), Sampling(max_tokens=12, ignore_eos=True), "older")])

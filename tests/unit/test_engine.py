@@ -465,14 +465,16 @@ def test_nothing_of_the_step_that_failed_is_published() -> None:
     assert [event for event in core.log.since(failed.seq) if isinstance(event, ev.BlocksPublished)] == []
 
 
-def test_a_dying_engine_makes_nobody_leader() -> None:
-    core = busy_core(failing_at(2))
-    step(core)
+def test_a_dying_engine_makes_nobody_leader_and_lets_nobody_arrive() -> None:
+    core = busy_core(failing_at(1))
+    core.submit([8], max_tokens=1, request_id="behind the deferred one", after=("deferred", 1))
     with pytest.raises(EngineDeadError):
         core.step()
+    check(core)
     assert events_of(core, ev.FlightHandedOver) == []
-    assert events_of(core, ev.RequestAdmitted)[-1].step == 1
+    assert [event.request_ids for event in events_of(core, ev.FlightReleased)] == [(), (), ()]
     assert arrivals(core)[-1] == ("waiting", 0)
+    assert {request.state for request in core.requests.values()} == {FAILED}
 
 
 def test_a_dead_engine_says_so_with_the_cause_and_a_new_one_works() -> None:
@@ -541,6 +543,20 @@ def test_a_policy_that_raises_ends_the_engine_like_a_runner_that_does() -> None:
         core.step()
     check(core)
     assert core.manager.pool.num_free == 8
+
+
+def test_policies_of_ones_own_need_no_name() -> None:
+    class Mine:
+        def visible_tokens(self, num_computed_tokens: int, moment: object) -> int:
+            return num_computed_tokens
+
+    core = small_core(publication=Mine())
+    assert events_of(core, ev.EngineStarted)[0].publication == "Mine"
+    core.submit(FULL_PROMPT, max_tokens=2)
+    run(core)
+    core.set_policies(release="on-completion")
+    assert events_of(core, ev.PoliciesChanged)[0].publication == "Mine"
+    assert len(core.manager.index) == 2
 
 
 # -- Between steps -----------------------------------------------------------------------------------------
@@ -629,6 +645,16 @@ def test_the_runner_is_told_of_every_end() -> None:
     core.abort("gone")
     run(core)
     assert forgotten == ["short", "gone", "long"]
+
+
+def test_nothing_is_kept_for_requests_that_have_ended_but_themselves() -> None:
+    core = busy_core(lambda scheduled: None)
+    step(core, 2)
+    core.abort("other")
+    run(core)
+    assert not core._texts
+    assert not core._prefilled
+    assert not core._deferred
 
 
 # -- Books -------------------------------------------------------------------------------------------------

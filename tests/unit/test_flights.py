@@ -71,6 +71,15 @@ def test_another_prompt_salt_or_adapter_leads_a_flight_of_its_own(other: Request
     assert len(flights.flights) == 2
 
 
+def test_a_long_beginning_in_common_does_not_make_a_flight() -> None:
+    """Prompts are compared whole: a follower must find everything that it waits for."""
+    flights, _ = coordinator()
+    beginning = tuple(range(100))
+    assert flights.arrive(request("a", (*beginning, 1))) is Role.LEADER
+    assert flights.arrive(request("b", (*beginning, 2))) is Role.LEADER
+    assert flights.arrive(request("c", (*beginning, 2))) is Role.FOLLOWER
+
+
 def test_the_same_salt_shares_a_flight() -> None:
     flights, _ = coordinator()
     assert flights.arrive(request("a", salt="s")) is Role.LEADER
@@ -468,6 +477,7 @@ def test_without_prefix_caching_followers_are_released_and_compute_for_themselve
         run(core)
         assert recovered(requests) == [0, 0, 0]
         assert all(r.state is FINISHED for r in requests)
+        assert events_of(core, ev.FlightHandedOver) == []
 
 
 def test_a_release_policy_of_ones_own_decides_by_the_number_of_followers() -> None:

@@ -383,6 +383,7 @@ def test_a_hit_is_not_published_again() -> None:
     cache.admit([*range(8), 50, 51, 52, 53, 54])
     published = [event for event in cache.events if isinstance(event, ev.BlocksPublished)]
     assert [(event.indices, event.block_ids) for event in published] == [((2,), (3,))]
+    assert not any(isinstance(event, ev.BlocksDuplicated) for event in cache.events)
 
 
 def test_a_prompt_counts_as_published_with_all_its_full_blocks_and_not_before() -> None:
@@ -472,7 +473,7 @@ class _Forgetful:
 def test_an_eviction_policy_that_loses_a_block_is_found_out_at_once() -> None:
     cache = Cache(num_blocks=4, block_size=4, eviction=_Forgetful())
     request = cache.admit(range(9))
-    with pytest.raises(InvariantError, match="'forgetful' did not place each freed block once"):
+    with pytest.raises(InvariantError, match="_Forgetful did not place each freed block once"):
         cache.manager.free(request)
 
 

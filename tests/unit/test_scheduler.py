@@ -223,16 +223,19 @@ def test_a_step_that_preempts_admits_nobody() -> None:
 
 
 def test_a_step_that_preempts_admits_nobody_even_if_there_is_room_for_the_head() -> None:
-    core = small_core(num_blocks=8, block_size=4)
+    core = small_core(num_blocks=8, block_size=4, long_prefill_token_threshold=8)
     core.submit(tokens(15), max_tokens=8, request_id="old")
     core.submit(tokens(15, 1), max_tokens=4, request_id="new")
-    step(core, 2)
+    step(core, 3)
     # Both filled four blocks with their first output token; the next one finds none, and "new" gives up four.
     core.submit([900], max_tokens=1, request_id="tiny")
     step(core)
-    assert [event.step for event in events_of(core, ev.RequestPreempted)] == [3]
-    assert core.manager.pool.num_free == 3
+    assert [event.step for event in events_of(core, ev.RequestPreempted)] == [4]
+    assert core.manager.pool.num_free == 3  # the head's next chunk needs two
+    assert core.requests["new"].state is RequestState.PREEMPTED
     assert core.requests["tiny"].state is RequestState.WAITING
+    step(core)
+    assert (5, "new") in admitted(core)
     run(core)
 
 
@@ -287,6 +290,7 @@ def test_output_that_is_computed_again_after_a_preemption_is_prefill_and_draws_n
     assert row.phase is Phase.PREFILL
     assert row.start == 0
     assert row.num_tokens > 7
+    assert [event.request_id for event in events_of(core, ev.PrefillFinished)] == ["r0", "r1"]
     indices = [event.index for event in events_of(core, ev.TokenOut) if event.request_id == "r1"]
     assert indices == list(range(8))
 

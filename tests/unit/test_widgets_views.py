@@ -244,6 +244,7 @@ def test_the_leader_is_aborted_and_the_followers_finish(desk: Callable[..., Desk
         table.hear("No race is running, so there is no leader to abort")
         table.press("fire")
         table.hear("Race 1 runs")
+        wait_until(lambda: any(event.kind == "step_scheduled" for event in engine.log))
         table.press("abort_leader")
         wait_until(lambda: not engine._worker.commands.empty())  # it lies there while the first step computes
         gate.set()
@@ -257,7 +258,7 @@ def test_the_leader_is_aborted_and_the_followers_finish(desk: Callable[..., Desk
 
 
 def test_without_flights_the_oldest_request_is_aborted(desk: Callable[..., Desk]) -> None:
-    table = desk(model="virtual", speed="8", num_requests=2)
+    table = desk(model="virtual", speed="2", num_requests=2)
     table.hear("ready")
     table.press("fire")
     table.hear("Race 1 runs")
@@ -281,7 +282,7 @@ def test_a_dead_engine_is_said_and_replaced(desk: Callable[..., Desk]) -> None:
 
 
 def test_a_closed_engine_is_said_and_replaced(desk: Callable[..., Desk]) -> None:
-    with Engine("virtual", runner=lambda: VirtualRunner(on_step=lambda step: time.sleep(0.05))) as engine:
+    with Engine("virtual", runner=lambda: VirtualRunner(on_step=lambda step: time.sleep(0.3))) as engine:
         table = desk(engine, num_requests=2)
         table.hear("ready")
         table.press("fire")

@@ -1694,6 +1694,8 @@ export class LabPage {
     const node = this.target(event);
     if (!node || !this.root.contains(node)) return;
     this.hovered = node;
+    // Beside the pointer where a node is wide, such as a lane; a keyboard has no pointer.
+    this.pointer = node.dataset.block === undefined && event.clientX ? event.clientX + 14 : null;
     this.mark(node);
     this.showTip();
   }
@@ -1738,7 +1740,7 @@ ${root} ${what} rect{stroke:var(--mvl-lit);stroke-width:2}`).join("\n"));
     this.tip.hidden = false;
     const box = this.root.getBoundingClientRect();
     const at = node.getBoundingClientRect();
-    const left = Math.max(4, Math.min(at.left - box.left, box.width - this.tip.offsetWidth - 8));
+    const left = Math.max(4, Math.min((this.pointer || at.left) - box.left, box.width - this.tip.offsetWidth - 8));
     const below = at.bottom - box.top + 6;
     const fits = below + this.tip.offsetHeight < box.height;
     const top = fits || node.dataset.block === undefined ? below : at.top - box.top - this.tip.offsetHeight - 6;
