@@ -32,6 +32,7 @@ from minivllm.terminal import (
     Stopped,
     WholeFile,
     arguments_as_text,
+    disarm,
     leave_without_a_word,
     standard_streams,
     stoppable,
@@ -535,7 +536,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
     except Stopped as error:
         leave_without_a_word(error.exit_status)
-        return _end(notes, str(error), error.exit_status)
+        status = _end(notes, str(error), error.exit_status)
+        stop_all = getattr(sys.modules.get("minivllm.engine_thread"), "stop_all", None)
+        if stop_all is not None:  # it may not even be imported yet
+            stop_all()  # an engine may still be loading its model
+        disarm()
+        return status
     except PipeClosed:
         return PIPE_CLOSED
     except Exception as error:

@@ -388,8 +388,8 @@ _workers: weakref.WeakSet[_Worker] = weakref.WeakSet()
 
 
 @atexit.register
-def _stop_all() -> None:
-    """Leaving Python while an engine computes may crash the process: stop them all first."""
+def stop_all() -> None:
+    """Stop every engine and wait for its thread: leaving Python while one computes may crash the process."""
     workers = list(_workers)
     for worker in workers:
         worker.stop()

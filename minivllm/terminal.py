@@ -228,6 +228,11 @@ def leave_without_a_word(status: int) -> None:
     _from_now_on(lambda *_: os._exit(status))
 
 
+def disarm() -> None:
+    """All is cleaned up: no alarm any more, as Python forgets its handlers on its way out and would die of one."""
+    signal.setitimer(signal.ITIMER_REAL, 0)
+
+
 def _from_now_on(handler: Callable[[int, FrameType | None], None]) -> None:
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
         signal.signal(each, handler)
