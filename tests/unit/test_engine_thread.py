@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import signal
 import subprocess
 import sys
 import threading
@@ -699,9 +700,9 @@ def test_a_killed_process_leaves_nothing_that_hinders_the_next(tmp_path: Path) -
 # --- Notebooks ----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def kernel() -> Iterator[Any]:
-    """Return a client of a real kernel that runs cells in the repository."""
+@contextlib.contextmanager
+def real_kernel() -> Iterator[tuple[Any, Any]]:
+    """Start a kernel that runs cells in the repository, and give its manager and a client."""
     from jupyter_client.manager import KernelManager
 
     manager = KernelManager(kernel_name="python3")
@@ -711,9 +712,16 @@ def kernel() -> Iterator[Any]:
     client = manager.client()
     client.start_channels()
     client.wait_for_ready(timeout=60)
-    yield client
+    yield manager, client
     client.stop_channels()
     manager.shutdown_kernel(now=True)
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[Any]:
+    """A client of a kernel that these tests share."""
+    with real_kernel() as (_, client):
+        yield client
 
 
 def run_cell(client: Any, code: str, cell_id: str | None = None) -> tuple[str, str]:
@@ -783,6 +791,22 @@ def test_an_interrupted_cell_leaves_an_engine_that_works(kernel: Any) -> None:
     assert error.startswith("KeyboardInterrupt")
     assert run_cell(kernel, "print(handle.result(30).finish_reason, engine.is_alive)", "after") == ("length True\n", "")
     run_cell(kernel, "engine.close()", "end")
+
+
+def test_a_kernel_that_was_killed_while_its_engine_ran_starts_afresh() -> None:
+    running = (
+        "from minivllm import Engine\n"
+        "engine = Engine('tiny')\n"
+        "handle = engine.submit(list(range(40)), max_tokens=4000, ignore_eos=True)\n"
+        "print(next(iter(handle)).token_id >= 0)"
+    )
+    with real_kernel() as (manager, client):
+        assert run_cell(client, running) == ("True\n", "")
+        manager.signal_kernel(signal.SIGKILL)
+        manager.restart_kernel(now=True)
+        client.wait_for_ready(timeout=60)
+        assert run_cell(client, running) == ("True\n", "")
+        assert run_cell(client, "print(handle.abort())\nengine.check_invariants()\nengine.close()") == ("True\n", "")
 
 
 def test_outside_a_notebook_there_is_no_cell() -> None:
