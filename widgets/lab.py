@@ -16,7 +16,7 @@ import anywidget
 import traitlets
 
 from minivllm.errors import ConfigError, UnknownNameError, nearest
-from minivllm.events import EngineStarted, Event, EventLog
+from minivllm.events import EngineStarted, Event, EventLog, RequestArrived
 from widgets.pictures import Picture, picture_chain, picture_pool, picture_tables, picture_timeline
 from widgets.publisher import Publisher, Source
 
@@ -135,6 +135,7 @@ class LabView(LogWidget):
             paced=runner == "virtual" if paced is None else paced,
         )
         self._events = source.log
+        self._is_of_a_thread = source.subscribe is not None
         self._name = runner or "empty log"
         before = _on_show.get(shown)
         if before is not None:
@@ -151,6 +152,19 @@ class LabView(LogWidget):
         if draw is None:
             raise UnknownNameError(f"no picture is called {which!r}; {nearest(which, _PICTURES)}")
         return draw(self._events)
+
+    def _repr_mimebundle_(self, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]] | None:
+        """Return the view and, beside it, a picture of this moment, for a page that cannot show the view.
+
+        A page with a kernel takes the view. No picture while no request has arrived, and none of an engine with a
+        thread of its own: its log grows meanwhile, and the picture would be another one each time.
+        """
+        bundle = super()._repr_mimebundle_(**kwargs)
+        if bundle is None or self._is_of_a_thread:
+            return bundle
+        if any(isinstance(event, RequestArrived) for event in self._events):
+            bundle[0]["text/html"] = self.picture("timeline")._repr_html_()
+        return bundle
 
     def __repr__(self) -> str:
         return f"LabView({self._name}: {', '.join(self.show)})"

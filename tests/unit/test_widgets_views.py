@@ -118,6 +118,40 @@ def test_a_view_gives_pictures() -> None:
     view.close()
 
 
+VIEW_MIME = "application/vnd.jupyter.widget-view+json"
+
+
+def shown_by(view: LabView) -> dict[str, Any]:
+    """What a cell that ends in the view puts into the notebook."""
+    bundle = view._repr_mimebundle_()
+    assert bundle is not None
+    view.close()
+    return bundle[0]
+
+
+def test_a_page_that_cannot_show_the_view_finds_its_timeline_beside_it() -> None:
+    core = a_core()
+    core.submit([1, 2, 3], request_id="second", max_tokens=2)
+    core.run()
+    for shown in (core, core.log):
+        view = LabView(shown)
+        timeline = view.picture("timeline")._repr_html_()
+        bundle = shown_by(view)
+        assert bundle == {VIEW_MIME: bundle[VIEW_MIME], "text/plain": repr(view), "text/html": timeline}
+    assert "second" in timeline
+    assert shown_by(LabView(core))["text/html"] == timeline  # the same each time
+    core.submit([1, 2, 3], request_id="third", max_tokens=2)
+    assert "third" in shown_by(LabView(core))["text/html"]  # of the moment when it is shown
+
+
+def test_there_is_no_picture_of_nothing_and_none_of_an_engine_that_runs_by_itself() -> None:
+    core = EngineCore(EngineConfig(), VirtualRunner())
+    assert shown_by(LabView(core)).keys() == {VIEW_MIME, "text/plain"}
+    with Engine("virtual") as engine:
+        engine.submit([1, 2, 3], max_tokens=2).result()
+        assert shown_by(LabView(engine)).keys() == {VIEW_MIME, "text/plain"}
+
+
 def test_a_virtual_log_is_played_and_a_real_one_is_live() -> None:
     assert LabView(a_core()).paced is True
     assert LabView(a_core(), paced=False).paced is False

@@ -1311,8 +1311,9 @@ class TimelinePanel {
     const lanes = scene.lanes;
     this.empty.hidden = lanes.length > 0;
     this.svg.style.display = lanes.length ? "" : "none";
-    const width = Math.max(480, Math.round(this.width || this.node.clientWidth || 900) - 2);
-    const LEFT = 92, RIGHT = 178, TOP = 8, BOTTOM = 24;
+    const width = Math.max(300, Math.round(this.width || this.node.clientWidth || 900) - 2);
+    const narrow = width < 480; // then the facts are told in short
+    const LEFT = 92, RIGHT = narrow ? 114 : 178, TOP = 8, BOTTOM = 24;
     const height = lanes.length > 8 ? 26 : 32;
     const axis = this.axis;
     const bar = 16;
@@ -1322,7 +1323,7 @@ class TimelinePanel {
     const total = TOP + lanes.length * height + BOTTOM;
     setAll(this.svg, { width, height: total, viewBox: `0 0 ${width} ${total}`, "aria-label": this.label(scene) });
 
-    const step = axis === "ms" ? niceStep(end, 7) : Math.max(1, niceStep(end, 10));
+    const step = axis === "ms" ? niceStep(end, Math.min(7, plot / 50)) : Math.max(1, niceStep(end, Math.min(10, plot / 40)));
     const ticks = [];
     for (let value = 0; value <= end * 1.0001; value += step) ticks.push(value);
     const seconds = axis === "ms" && end > 8000;
@@ -1375,10 +1376,10 @@ class TimelinePanel {
         setText(text, glyph[mark.kind]);
       });
       setAll(parts.facts, { x: width - RIGHT + 24, y: y - 1 });
-      setText(parts.facts, lane.recovered === null ? "–" : `${number(lane.recovered)} of ${number(lane.prompt)} recovered`);
+      setText(parts.facts, lane.recovered === null ? "–" : `${number(lane.recovered)} of ${number(lane.prompt)}${narrow ? "" : " recovered"}`);
       setAll(parts.facts, { "data-some": lane.recovered > 0 || null });
       setAll(parts.facts2, { x: width - RIGHT + 24, y: y + 10 });
-      setText(parts.facts2, lane.ttftMs === null ? "" : `TTFT ${duration(lane.ttftMs)} · ${plural(lane.output, "token")} out`);
+      setText(parts.facts2, lane.ttftMs === null ? "" : `TTFT ${duration(lane.ttftMs)}${narrow ? "" : ` · ${plural(lane.output, "token")} out`}`);
     });
 
     this.links.update(scene.arrows.map((arrow, index) => ({ arrow, index })), (item) => item.index, (group, { arrow }) => {
@@ -1462,10 +1463,11 @@ class CountersPanel {
     const times = scene.lanes.map((lane) => lane.ttftMs).filter((ms) => ms !== null);
     if (times.length) {
       const low = Math.min(...times), high = Math.max(...times);
-      const seconds = high >= 10000;
-      const ms = (value) => (seconds ? (value / 1000).toFixed(1) : number(value));
+      // In seconds from one second on: a range of two long numbers does not fit its card.
+      const seconds = high >= 1000;
+      const short = (value) => (seconds ? (value / 1000).toFixed(value < 1000 ? 2 : value < 99950 ? 1 : 0) : number(value));
       const unit = seconds ? "s" : "ms";
-      set("ttft", ms(low) === ms(high) ? ms(low) : `${ms(low)} – ${ms(high)}`, times.length > 1 ? `${unit}, first to last` : unit);
+      set("ttft", short(low) === short(high) ? short(low) : `${short(low)} – ${short(high)}`, times.length > 1 ? `${unit}, first to last` : unit);
     } else set("ttft", "–");
     const count = { running: state.running.length, waiting: state.waiting.length, held: 0 };
     for (const request of state.requests.values()) if (request.state === "held") count.held += 1;
