@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
 from pathlib import Path
 
@@ -22,6 +23,9 @@ _isolation = pytest.StashKey[Path]()
 
 def pytest_configure(config: pytest.Config) -> None:
     """Set the environment before the first kernel starts: nbval starts them outside any fixture."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # As in a script's background job; what a test starts would inherit it, and then Ctrl-C does nothing to it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     make_fast()  # before any test module imports MLX
     home = Path(tempfile.mkdtemp(prefix="minivllm-tests-"))
     config.stash[_isolation] = home

@@ -149,9 +149,17 @@ class Lab:
         return [line for line in listing.stdout.splitlines() if any(mark in line for mark in of_this_lab)]
 
 
+def ignore_interrupts() -> None:
+    """What a script does to its background jobs."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 @pytest.fixture
-def lab(tmp_path: Path) -> Iterator[Lab]:
-    """A lab started from another folder, on a free port; stopped at the end whatever the test did."""
+def lab(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Lab]:
+    """A lab started from another folder, on a free port; stopped at the end whatever the test did.
+
+    The parameter, if any, is run in the new process first.
+    """
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = int(probe.getsockname()[1])
     log = tmp_path / "log"
@@ -164,6 +172,7 @@ def lab(tmp_path: Path) -> Iterator[Lab]:
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=getattr(request, "param", None),
         )
     yield Lab(process, port, log)
     if process.poll() is None:
@@ -186,4 +195,13 @@ def test_the_lab_answers_and_stopping_it_leaves_no_process(lab: Lab, sent: signa
 
     os.killpg(lab.process.pid, sent)  # as a terminal does with Ctrl-C
     assert lab.process.wait(GUARD_S) == 0, lab.log.read_text()
+    assert lab.processes() == []
+
+
+@pytest.mark.parametrize("lab", [ignore_interrupts], indirect=True)
+def test_a_lab_in_the_background_of_a_script_never_leaves_its_server_behind(lab: Lab) -> None:
+    lab.wait_until_up()
+    os.killpg(lab.process.pid, signal.SIGINT)  # which that shell may ignore, or die of, but cannot trap
+    os.killpg(lab.process.pid, signal.SIGTERM)
+    lab.process.wait(GUARD_S)
     assert lab.processes() == []
