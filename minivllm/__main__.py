@@ -91,7 +91,7 @@ def generate(args: argparse.Namespace, console: Console) -> None:
         raise InvalidRequestError("the prompt is empty; write something to go on from")
     with console.progress() as progress:
         _bring_model(args.model, console, progress)
-        engine = Engine(args.model, progress=progress)
+        engine = Engine(args.model, num_blocks=args.blocks, progress=progress)
     with engine:
         submit = engine.submit if args.raw else engine.chat
         handle = submit(prompt, sampling=sampling)
@@ -392,6 +392,9 @@ def build_parser() -> _Parser:
         default=[],
         metavar="TEXT",
         help="end at this text, which is left out; may be given several times (default: none)",
+    )
+    made.add_argument(
+        "--blocks", type=_whole, default=512, metavar="N", help="blocks of 16 tokens in the pool (default: 512)"
     )
     made.add_argument("--raw", action="store_true", help="continue the prompt as it is, with no chat template")
     made.add_argument("--json", action="store_true", help="print the text, token ids and times (ms) as JSON")

@@ -12,7 +12,6 @@ computes, nor the rules of any policy.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -100,7 +99,7 @@ class EngineCore:
             max_num_seqs=config.max_num_seqs,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
         )
-        self.coordinator: Coordinator = self._make_coordinator()
+        self.coordinator: Coordinator = config.coordination_policy(config.release_policy, self.log.append)
         self.error: BaseException | None = None
         self._listener = listener or (lambda output: None)
         self._texts: dict[str, TextStream] = {}
@@ -123,9 +122,6 @@ class EngineCore:
                 runner.name,
             )
         )
-
-    def _make_coordinator(self) -> Coordinator:
-        return self.config.coordination_policy(self.config.release_policy, self.log.append)
 
     # -- The door ------------------------------------------------------------------------------------------
 
@@ -162,7 +158,11 @@ class EngineCore:
         self._check_open()
         prepared: list[Prepared] = []
         names: set[str] = set()
+        if isinstance(submissions, (str, Submission)) or not isinstance(submissions, Iterable):
+            raise InvalidRequestError(f"a batch is {submissions!r}; pass a list of Submission(...)")
         for submission in submissions:
+            if not isinstance(submission, Submission):
+                raise InvalidRequestError(f"a batch holds {submission!r}; wrap each prompt: Submission(prompt)")
             request = self._checked(submission, names, reserved)
             # The trigger first: a request that waited for itself would never arrive.
             prepared.append(Prepared(request, self._checked_trigger(submission.after, names, reserved)))
@@ -170,8 +170,17 @@ class EngineCore:
         return prepared
 
     def enter(self, batch: Iterable[Prepared]) -> None:
-        """Let prepared requests in together: those without a trigger arrive now, in this order."""
+        """Let prepared requests in together: those without a trigger arrive now, in this order.
+
+        Raises DuplicateRequestError, with nothing changed, if an id was taken since they were prepared.
+        """
         self._check_open()
+        batch = list(batch)
+        for prepared in batch:
+            if prepared.request.request_id in self.requests:
+                raise DuplicateRequestError(
+                    f"request id {prepared.request.request_id!r} is in use; choose another or leave it out"
+                )
         for prepared in batch:
             request = prepared.request
             self.requests[request.request_id] = request
@@ -307,7 +316,7 @@ class EngineCore:
         try:
             self._run_step()
         except BaseException as error:
-            self._die(error)
+            self.die(error)
             if not isinstance(error, Exception):  # Ctrl-C is the caller's, not a fault to wrap
                 raise
             raise EngineDeadError(f"the engine stopped in step {self.log.step}: {_describe(error)}") from error
@@ -338,6 +347,11 @@ class EngineCore:
     def _publish(self, request: Request, moment: Moment) -> None:
         policy = self.config.publication_policy
         visible = policy.visible_tokens(request.num_computed_tokens, moment)
+        if not isinstance(visible, int) or visible < 0:
+            raise ConfigError(
+                f"publication policy {policy_name(policy)!r} says that {visible!r} tokens may be visible; "
+                "it must return a whole number of 0 or more"
+            )
         if visible:
             self.manager.publish(request, min(visible, request.num_computed_tokens))
 
@@ -445,16 +459,30 @@ class EngineCore:
         self._end(request, end, error=error)
         return True
 
-    def _die(self, error: BaseException) -> None:
-        """The step is withdrawn: nothing of it is published, every request fails, every block is freed."""
+    def die(self, error: BaseException) -> None:
+        """The engine ends on an error: the step, if one runs, is withdrawn, and nothing of it is published.
+
+        Every request fails with the error, and every block is freed.
+        """
         self.error = error
         self.log.append(ev.StepFailed(_describe(error)))
         # Followers first: then no flight can make one of them leader while all are ending.
         order = {RequestState.DEFERRED: 0, RequestState.HELD: 1}
         for request in sorted(self.requests.values(), key=lambda r: order.get(r.state, 2)):
             if not request.state.is_ended:
-                with contextlib.suppress(Exception):  # a policy that broke the books may raise again
-                    self._end(request, RequestState.FAILED, error=error)
+                self._fail_for_sure(request, error)
+
+    def _fail_for_sure(self, request: Request, error: BaseException) -> None:
+        """End a request though the books may be broken: a policy that raised may raise again."""
+        start = len(self.log)
+        try:
+            self._end(request, RequestState.FAILED, error=error)
+        except Exception:
+            name = request.request_id
+            request.state = RequestState.FAILED
+            if not any(isinstance(e, ev.RequestFailed) and e.request_id == name for e in self.log.since(start)):
+                self.log.append(ev.RequestFailed(name, _describe(error)))
+            self._listener(Output(name, None, "", RequestState.FAILED, error))
 
     # -- Between steps -------------------------------------------------------------------------------------
 
@@ -479,8 +507,9 @@ class EngineCore:
         if any(not request.state.is_ended for request in self.requests.values()):
             raise ConfigError("policies can change only while no request is in the engine; wait or abort them")
         given = {"publication": publication, "coordination": coordination, "release": release}
-        self.config = self.config.replace(**{k: v for k, v in given.items() if v is not None})
-        self.coordinator = self._make_coordinator()
+        config = self.config.replace(**{k: v for k, v in given.items() if v is not None})
+        coordinator = config.coordination_policy(config.release_policy, self.log.append)  # may raise: nothing changed
+        self.config, self.coordinator = config, coordinator
         self.log.append(
             ev.PoliciesChanged(
                 policy_name(self.config.publication_policy),
@@ -493,11 +522,13 @@ class EngineCore:
         """Abort what is left and free the runner. Calling it again does nothing."""
         if self._closed:
             return
-        for request in list(self.requests.values()):
-            if not request.state.is_ended:
-                self.abort(request.request_id)
-        self._closed = True
-        self.runner.close()
+        try:
+            for request in list(self.requests.values()):
+                if not request.state.is_ended:
+                    self.abort(request.request_id)
+        finally:
+            self._closed = True
+            self.runner.close()
 
     # -- Books ---------------------------------------------------------------------------------------------
 

@@ -12,13 +12,15 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import copy
 import functools
+import os
 import queue
 import sys
 import threading
 import warnings
 import weakref
-from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Container, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
@@ -33,6 +35,7 @@ from minivllm.errors import (
     EngineDeadError,
     InvalidRequestError,
     MiniVLLMError,
+    RequestFailedError,
 )
 from minivllm.events import EventLog
 from minivllm.metrics import Metrics
@@ -102,6 +105,7 @@ class Handle:
         Raises what ended the request if it failed, and TimeoutError after ``timeout`` seconds; the request
         goes on then.
         """
+        self._check_thread()
         with self._changed:
             if not self._changed.wait_for(lambda: self.done, timeout):
                 raise TimeoutError(f"request {self.request_id!r} has not ended after {timeout} s; it goes on")
@@ -109,15 +113,24 @@ class Handle:
 
     def _outcome(self) -> RequestResult:
         if self._result is None:
-            raise EngineDeadError(
+            kind = EngineDeadError if self._owner.is_over else RequestFailedError
+            raise kind(
                 f"request {self.request_id!r} failed ({type(self._error).__name__}: {self._error})"
             ) from self._error
         return self._result
+
+    def _check_thread(self) -> None:
+        if not self.done and threading.current_thread() is self._owner.thread:
+            raise MiniVLLMError(
+                f"request {self.request_id!r} was waited for on the engine's own thread, which would never end; "
+                "wait for it where it was submitted"
+            )
 
     def __iter__(self) -> Iterator[Token]:
         """Yield each token when it comes out. Raises what ended the request if it failed."""
         place = 0
         while True:
+            self._check_thread()
             with self._changed:
                 self._changed.wait_for(lambda place=place: self.done or len(self._tokens) > place)  # type: ignore[misc]
                 fresh, ended = self._tokens[place:], self.done
@@ -214,7 +227,12 @@ class _Enter:
         self.handles = handles
 
     def run(self, core: EngineCore) -> None:
-        core.enter(self.batch)
+        try:
+            core.enter(self.batch)
+        except MiniVLLMError as error:
+            for handle in self.handles:
+                handle._owner.handles.pop(handle.request_id, None)
+            self.refuse(error)
 
     def refuse(self, error: BaseException) -> None:
         for handle in self.handles:
@@ -318,10 +336,21 @@ class _Worker:
         )
 
     def figures(self) -> Metrics:
-        """Bring the figures up to the end of the log. Any thread."""
+        """Bring the figures up to the end of the log. For the engine's thread; others get a `copy_of_figures`."""
         core = self.started.result()
         with self.lock:
             return self.metrics.update(core.log)
+
+    def copy_of_figures(self) -> Metrics:
+        """Return the figures so far, which change no more. Any thread."""
+        core = self.started.result()
+        with self.lock:
+            return copy.deepcopy(self.metrics.update(core.log))
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the engine is dead or closed, or about to be."""
+        return self.closing or self.started.result().error is not None
 
     def _notify(self) -> None:
         for listener in list(self.listeners):
@@ -336,8 +365,9 @@ class _Worker:
         with self.lock:
             self.closing = True
         if core is not None:
-            core.error = core.error or crash
             try:
+                if crash is not None and core.error is None:
+                    core.die(crash)
                 core.close()
             except BaseException as error:  # a policy may raise here, too; the handles below must hear of it
                 core.error = core.error or error
@@ -421,6 +451,9 @@ class Engine:
         progress: Progress | None = None,
         **config_fields: Any,
     ) -> None:
+        if not isinstance(model, (str, os.PathLike)):
+            raise ConfigError(f"model is {model!r}; give a name such as 'smollm2', or a folder")
+        model = os.fspath(model)
         if config is not None and not isinstance(config, EngineConfig):
             raise ConfigError(f"config is {config!r}; pass an EngineConfig(...)")
         self.config = (config or EngineConfig()).replace(**config_fields)
@@ -496,8 +529,8 @@ class Engine:
     # -- Questions and settings ----------------------------------------------------------------------------
 
     def metrics(self) -> Metrics:
-        """Return the figures so far; shown as a table."""
-        return self._worker.figures()
+        """Return the figures so far, as a copy that changes no more; shown as a table."""
+        return self._worker.copy_of_figures()
 
     def state(self) -> State:
         """Return a copy of the engine's state between two steps."""
@@ -523,6 +556,11 @@ class Engine:
     def call(self, function: Callable[[EngineCore], _T]) -> _T:
         """Run a function on the engine's thread, between two steps, and return its (plain Python) value."""
         return self._worker.call(function)
+
+    def call_alone(self, function: Callable[[EngineCore, Container[str]], _T]) -> _T:
+        """Like `call`, while nobody else submits. The function also gets the ids of requests on their way in."""
+        with self._submitting:
+            return self._worker.call(lambda core: function(core, self._worker.handles))
 
     @property
     def tokenizer(self) -> Any:

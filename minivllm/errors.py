@@ -34,6 +34,10 @@ class DuplicateRequestError(MiniVLLMError, ValueError):
     """A request id that is in use already."""
 
 
+class RequestFailedError(MiniVLLMError, RuntimeError):
+    """One request ended on an error; the engine goes on. ``__cause__`` holds the error."""
+
+
 class OutOfBlocksError(MiniVLLMError, RuntimeError):
     """More blocks were asked for than are free. The pool was not changed."""
 

@@ -166,7 +166,7 @@ def _kind_of(name: str) -> str:
     if "/" in name:
         raise ModelError(f"there is no model folder {name!r}; give an existing folder, or a hub name like owner/name.")
     raise UnknownNameError(
-        f"there is no model {name!r}; {nearest(name, ['smollm2', 'tiny'])} "
+        f"there is no model {name!r}; {nearest(name, ['smollm2', 'tiny', 'virtual'])} "
         "(a hub name like owner/name or a folder does as well)"
     )
 

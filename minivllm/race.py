@@ -11,8 +11,9 @@ a real one an `Engine` serves it. Knows engines, workloads and metrics; must not
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,8 @@ OnChange = Callable[[Sequence[ev.Event]], None]
 """Called on the caller's thread with the events that are new, after each step or several."""
 
 _LOOK_SECONDS = 0.05
+_LIFE_SIGN_SECONDS = 1.0
+"""How long to wait for news before asking whether the engine is still there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +52,8 @@ class BlockCounts:
 class RaceResult:
     """What came of a race. Prints as a table with what it means; `as_dict` is its JSON.
 
-    ``log`` begins with how the engine was set up and holds no event of earlier races, so that it can be replayed
-    and drawn.
+    ``log`` begins with how the engine was set up and holds no event of earlier races, so that it can be drawn
+    and read. It replays to the engine's own state only if the race was the engine's first.
     """
 
     race: Race
@@ -164,15 +167,18 @@ def _on_engine(race: Race, engine: Engine, tell: OnChange) -> RaceResult:
     names: list[str] = []
     try:
         # Looking, resetting and entering are one command: no other caller can come between.
-        start, names = engine.call(lambda core: _enter(race, core))
+        start, names = engine.call_alone(functools.partial(_enter, race))
         told, running = start, set(names)
         while running:
-            changed.wait()
+            changed.wait(_LIFE_SIGN_SECONDS)
             changed.clear()
+            alive = engine.is_alive
             fresh = engine.log.since(told)
             told += len(fresh)
             running -= {event.request_id for event in fresh if isinstance(event, _ENDS)}
             tell(fresh)
+            if not alive:
+                break
             if running:
                 threading.Event().wait(_LOOK_SECONDS)  # many steps at a time are enough for an eye
         if engine.error is not None:
@@ -194,7 +200,7 @@ def _on_engine(race: Race, engine: Engine, tell: OnChange) -> RaceResult:
 _ENDS = (ev.RequestFinished, ev.RequestAborted, ev.RequestFailed)
 
 
-def _enter(race: Race, core: EngineCore) -> tuple[int, list[str]]:
+def _enter(race: Race, core: EngineCore, reserved: Container[str]) -> tuple[int, list[str]]:
     """On the engine's thread: let the race in.
 
     Returns where its part of the log begins, and the requests' ids.
@@ -202,13 +208,14 @@ def _enter(race: Race, core: EngineCore) -> tuple[int, list[str]]:
     busy = sum(not request.state.is_ended for request in core.requests.values())
     if busy:
         raise ConfigError(f"the engine is busy: {busy} requests are in it; wait for them or abort them, then race")
-    prefix = _free_prefix(race, core)
+    prefix = _free_prefix(race, core, reserved)
     submissions = race_submissions(race, core.runner.tokenizer, prefix=prefix)
-    core.prepare(submissions)  # refuse before the cache is forgotten
+    batch = core.prepare(submissions, reserved)  # refuse before the cache is forgotten
     if len(core.manager.index):
         core.reset_cache()
     start = len(core.log) if len(core.log) > 1 else 0  # an engine that has done nothing yet gives all of it
-    return start, [request.request_id for request in core.submit_batch(submissions)]
+    core.enter(batch)
+    return start, [prepared.request.request_id for prepared in batch]
 
 
 def _part_of_log(core: EngineCore, start: int) -> list[ev.Event]:
@@ -219,10 +226,10 @@ def _part_of_log(core: EngineCore, start: int) -> list[ev.Event]:
     return [*started, *changed[-1:], *core.log.since(start)]
 
 
-def _free_prefix(race: Race, core: EngineCore) -> str:
+def _free_prefix(race: Race, core: EngineCore, reserved: Container[str]) -> str:
     """Return "r", or "race2-r" and so on where an earlier race has used those ids."""
     number, prefix = 1, "r"
-    while any(f"{prefix}{i}" in core.requests for i in range(race.num_requests)):
+    while any(name in core.requests or name in reserved for name in (f"{prefix}{i}" for i in range(race.num_requests))):
         number += 1
         prefix = f"race{number}-r"
     return prefix

@@ -111,8 +111,10 @@ class State:
 
     # -- small moves that several events share -------------------------------------------------------------
 
-    def enqueue(self, request_ids: Iterable[str]) -> None:
+    def enqueue(self, request_ids: tuple[str, ...]) -> None:
         """Put requests into the waiting list by their arrival, behind all preempted ones."""
+        if not request_ids:
+            return
         for request_id in request_ids:
             self.requests[request_id].state = RequestState.WAITING
         preempted = [i for i in self.waiting if self.requests[i].state is RequestState.PREEMPTED]

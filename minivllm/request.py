@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import math
+import numbers
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -87,14 +88,25 @@ class Sampling:
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise InvalidRequestError(f"stop holds {text!r}; it must hold strings of one character or more")
+        # Numbers of other libraries become Python's own, which JSON and the log can hold.
+        for name, kind in (
+            ("max_tokens", int),
+            ("temperature", float),
+            ("top_p", float),
+            ("top_k", int),
+            ("seed", int),
+        ):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, kind(value))
 
 
 def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 @dataclass(slots=True)

@@ -71,13 +71,15 @@ class Scheduler:
 
         Raises UnknownRequestError for a request that is not held.
         """
-        released = []
+        released: list[Request] = []
         for request_id in request_ids:
             request = self.held.pop(request_id, None)
             if request is None:
                 raise UnknownRequestError(f"request {request_id!r} was released but is not held")
             request.move_to(RequestState.WAITING)
             released.append(request)
+        if not released:
+            return
         # Preempted requests are always a run at the head: only the head is admitted, and preempting puts there.
         preempted = [request for request in self.waiting if request.state is RequestState.PREEMPTED]
         others = [request for request in self.waiting if request.state is not RequestState.PREEMPTED]

@@ -116,7 +116,7 @@ def test_an_unknown_name_gets_the_nearest_one(name: str, hint: str) -> None:
 
 
 def test_an_empty_name_gets_all_names() -> None:
-    with pytest.raises(UnknownNameError, match="choose one of smollm2, tiny"):
+    with pytest.raises(UnknownNameError, match="choose one of smollm2, tiny, virtual"):
         load_model("")
 
 
