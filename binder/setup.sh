@@ -66,8 +66,16 @@ python_fits() {
 }
 
 find_python() { # print the first interpreter that fits, or fail with a sentence
-    local name status lacking=""
-    for name in ${PYTHON:+"$PYTHON"} python3.13 python3.12 python3.11 python3.14 python3 python; do
+    local name status=0 lacking=""
+    if [ -n "${PYTHON:-}" ]; then # who names one wants that one and no other
+        python_fits "$PYTHON" || status=$?
+        case "$status" in
+            0) command -v "$PYTHON" && return 0 ;;
+            2) fail "PYTHON=$PYTHON has no venv module; install it (Debian, Ubuntu: sudo apt-get install python3-venv) and start again." ;;
+        esac
+        fail "PYTHON=$PYTHON is not $PYTHON_RANGE; name one that is, or leave PYTHON unset, and start again."
+    fi
+    for name in python3.13 python3.12 python3.11 python3.14 python3 python; do
         status=0
         python_fits "$name" || status=$?
         if [ "$status" = 0 ]; then

@@ -82,6 +82,23 @@ def test_a_prompt_that_is_too_long_says_what_would_fit() -> None:
     assert "4,096" in sentence
 
 
+def test_a_pool_that_is_too_small_can_be_made_larger_with_the_flag_that_is_named() -> None:
+    settings = ("generate", "a" * 60, "--raw", "--model", "tiny", "--max-tokens", "8", "--json")
+    sentence = one_sentence(minivllm(*settings, "--blocks", "2"), 2)
+    assert "that needs 5 blocks, and the pool has 2" in sentence
+    assert sentence.endswith("lower --max-tokens or raise --blocks")
+    assert json.loads(minivllm(*settings, "--blocks", "5").stdout)["output_tokens"] == 8
+
+
+def test_every_flag_that_an_error_can_name_is_one_of_the_command() -> None:
+    for prompt_tokens, blocks in ((60_000, "512"), (10, "0")):
+        done = minivllm("generate", "-", "--raw", "--model", "virtual", "--blocks", blocks, stdin="a " * prompt_tokens)
+        flags = re.findall(r"--[a-z-]+", one_sentence(done, 2))
+        assert "--blocks" in flags
+        for flag in flags:
+            assert flag in minivllm("generate", "--help").stdout
+
+
 def test_a_terminal_that_knows_only_ascii_gets_question_marks() -> None:
     done = minivllm("generate", "hello", "--model", "tiny", "--max-tokens", "12", PYTHONIOENCODING="ascii")
     assert done.returncode == 0

@@ -60,6 +60,25 @@ def test_the_default_model_recovers_what_the_virtual_clock_predicts() -> None:
     assert [event["kind"] for event in real["events"]] == [event["kind"] for event in virtual["events"]]
 
 
+@pytest.mark.model
+def test_the_default_model_recovers_nothing_when_nobody_waits() -> None:
+    data = race_json("race", "--requests", "4", "--prompt-tokens", "532", "--max-tokens", "4")
+    assert data["config"]["model"] == "smollm2"
+    assert recovered(data) == [0, 0, 0, 0]
+
+
+@pytest.mark.model
+def test_the_default_model_draws_different_outputs_that_repeat_with_the_seed() -> None:
+    race = ("race", "--requests", "4", "--prompt-tokens", "64", "--max-tokens", "8", "--coordination", "single-flight")
+    drawn = (*race, "--temperature", "0.9", "--seed")
+    first, again, other = (race_json(*drawn, seed) for seed in ("7", "7", "8"))
+    outputs = [[tuple(request["output_token_ids"]) for request in data["requests"]] for data in (first, again, other)]
+    greedy = race_json(*race, "--seed", "7")
+    assert recovered(first) == recovered(again) == recovered(greedy) == [0, 48, 48, 48]
+    assert len(set(outputs[0])) > 1
+    assert outputs[0] == outputs[1] != outputs[2]
+
+
 @pytest.mark.parametrize("model", ["--virtual", "--model=tiny"])
 def test_with_a_temperature_outputs_differ_and_repeat_with_the_seed(model: str) -> None:
     race = (*SMALL, *SINGLE_FLIGHT, model, "--temperature", "0.9")

@@ -282,6 +282,27 @@ def test_a_python_without_venv_is_told_apart_from_none(project: Project, shims: 
     assert outcome.text.startswith("setup.sh: python3 has no venv module; install it")
 
 
+def test_a_python_that_is_named_is_taken(project: Project, shims: Path) -> None:
+    real = project.ask("find_python", PYTHON="").text.strip()
+    named = shims / "my own python"
+    named.write_text(f'#!/bin/sh\nexec "{real}" "$@"\n')
+    named.chmod(0o755)
+    assert project.ask("find_python", PYTHON=str(named)) == Outcome(0, f"{named}\n")
+
+
+@pytest.mark.parametrize("name", ["/no/such/python", "a shim"])
+def test_a_named_python_that_does_not_fit_is_one_sentence_and_no_other_is_taken(
+    project: Project, shims: Path, name: str
+) -> None:
+    named = str(shims / "python3") if name == "a shim" else name
+    outcome = project.ask("find_python", PYTHON=named)
+    assert outcome.status == 1
+    assert outcome.text.splitlines() == [
+        f"setup.sh: PYTHON={named} is not Python 3.11 to 3.14; name one that is, or leave PYTHON unset, "
+        "and start again."
+    ]
+
+
 def test_no_python_leaves_nothing_behind(project: Project, shims: Path) -> None:
     outcome = project.ask("prepare_venv", PATH=f"{shims}:{os.environ['PATH']}")
     assert outcome.status == 1
