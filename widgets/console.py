@@ -25,9 +25,10 @@ from minivllm.request import RequestState
 from minivllm.runners.virtual import VirtualRunner
 from minivllm.step import ScheduledStep
 from minivllm.workloads import Race, race_submissions
-from widgets.lab import PANELS, LogWidget, source_of
+from widgets.lab import PANELS, LogWidget, close_earlier_of_cell, source_of
 
 MAX_REQUESTS = 16
+_CLOSE_SECONDS = 2.0  # how long closing waits; a thread that brings a model ends by itself when it is there
 _LOOK_SECONDS = 0.1  # how often a running race is looked at; its events reach the page without this
 
 _CHOICES: dict[str, list[tuple[str, str]]] = {
@@ -88,23 +89,34 @@ _consoles: weakref.WeakValueDictionary[Any, RaceConsole] = weakref.WeakValueDict
 class RaceConsole(LogWidget):
     """Controls and live views of one race after another.
 
-    Without ``engine`` it loads ``model`` in the background, shows how far it is, and owns the engine: closing the
-    console closes it. An ``engine`` that is given stays the caller's. If the engine dies, the page says why, and
-    the next Fire makes a new one. ``config`` are the engine's settings; publication, coordination and release are
-    chosen in the page.
+    Without ``engine`` (or with a model's name in its place) it loads ``model`` in the background, shows how far it
+    is, and owns the engine: closing the console closes it. An ``engine`` that is given stays the caller's. If the
+    engine dies, the page says why, and the next Fire makes a new one. ``config`` are the engine's settings;
+    publication, coordination and release are chosen in the page.
 
-    Raises UnknownNameError for a panel that does not exist.
+    Raises ConfigError for something that is no engine, no model's name or no EngineConfig, UnknownNameError for a
+    panel or a control that does not exist.
     """
 
     def __init__(
         self,
-        engine: Engine | None = None,
+        engine: Engine | str | None = None,
         *,
         model: str = "smollm2",
         config: EngineConfig | None = None,
         show: Iterable[str] = PANELS,
         **options: Any,
     ) -> None:
+        if isinstance(engine, str):
+            model, engine = engine, None
+        if engine is not None and not isinstance(engine, Engine):
+            kind = type(engine).__name__
+            article = "an" if kind[0] in "AEIOUaeiou" else "a"
+            raise ConfigError(f"a race console cannot drive {article} {kind}; give it an Engine, or a model's name")
+        if not isinstance(model, str):
+            raise ConfigError(f"model is {model!r}; give a model's name, such as 'smollm2' or 'virtual'")
+        if config is not None and not isinstance(config, EngineConfig):
+            raise ConfigError(f"config is {config!r}; pass an EngineConfig(...)")
         self._config = engine.config if engine is not None else config or EngineConfig()
         self._model = engine.name if engine is not None else model
         self._pace = _Pace() if engine is None and model == "virtual" else None
@@ -115,8 +127,9 @@ class RaceConsole(LogWidget):
         self._num_races = 0
         self._last_report_s = 0.0
         self._saying = threading.Lock()
+        self._closing = threading.Event()
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
-        wanted = list(show)
+        wanted = [show] if isinstance(show, str) else list(show)
         for name in wanted:
             if name not in PANELS:
                 raise UnknownNameError(f"no panel is called {name!r}; {nearest(name, PANELS)}")
@@ -132,6 +145,7 @@ class RaceConsole(LogWidget):
         if before is not None:
             before.close()
         _consoles[key] = self
+        close_earlier_of_cell(self)
         if engine is not None:
             self.publisher.attach(source_of(engine))
         self._thread = threading.Thread(target=self._serve, name="race-console", daemon=True)
@@ -229,7 +243,15 @@ class RaceConsole(LogWidget):
     # -- The console's thread ------------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        while True:
+        try:
+            self._serve_commands()
+        finally:
+            # Here and not in `close`: a model may still be on its way when the console is closed.
+            if self._engine is not None and self._owns_engine:
+                self._engine.close()
+
+    def _serve_commands(self) -> None:
+        while not self._closing.is_set():
             try:
                 command: _Command | None = self._commands.get(timeout=_LOOK_SECONDS if self._handles else None)
             except queue.Empty:
@@ -387,15 +409,17 @@ class RaceConsole(LogWidget):
                 self.send(self.status)
 
     def close(self) -> None:
-        """Stop the race, close the engine if it is the console's own, and take the console off the page."""
+        """Stop the race, close the engine if it is the console's own, and take the console off the page.
+
+        Waits for that a short time only: a model that is on its way is closed by the console's thread once it is there.
+        """
         if not getattr(self, "_is_closed", True):
+            self._closing.set()
             self._commands.put(_Close())
             if self._pace is not None:
                 self._pace.stop.set()
             if threading.current_thread() is not self._thread:
-                self._thread.join()
-            if self._engine is not None and self._owns_engine:
-                self._engine.close()
+                self._thread.join(_CLOSE_SECONDS)
         super().close()
 
     def __repr__(self) -> str:

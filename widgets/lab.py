@@ -15,6 +15,7 @@ from typing import Any, Literal
 import anywidget
 import traitlets
 
+from minivllm.engine_thread import _current_cell
 from minivllm.errors import ConfigError, UnknownNameError, nearest
 from minivllm.events import EngineStarted, Event, EventLog, RequestArrived
 from widgets.pictures import Picture, picture_chain, picture_pool, picture_tables, picture_timeline
@@ -50,8 +51,15 @@ def source_of(shown: Any) -> Source:
         )
     if hasattr(shown, "add_listener"):
         return Source(log, shown.add_listener, lambda: bool(shown.is_alive))
-    # A core has nobody to call us: it is looked at while it may still step.
-    return Source(log, None, lambda: getattr(shown, "error", None) is None, poll_seconds=0.1)
+    # A core has nobody to call us: it is looked at while it may still step. Not held: a core that only a view
+    # knows can step no more, and a notebook makes a new one each time its cell is run.
+    core = weakref.ref(shown)
+    return Source(log, None, lambda: _may_step(core()), poll_seconds=0.1)
+
+
+def _may_step(core: Any) -> bool:
+    """Whether a synchronous core is there, open and in order."""
+    return core is not None and getattr(core, "error", None) is None and not getattr(core, "_closed", False)
 
 
 def runner_name(log: EventLog) -> str:
@@ -109,6 +117,26 @@ _on_show: weakref.WeakKeyDictionary[Any, LabView] = weakref.WeakKeyDictionary()
 """The open view of each engine, so that a cell that is run again closes the view of the time before."""
 
 
+_views_of_cell: dict[str, tuple[int, list[weakref.ref[LogWidget]]]] = {}
+"""The views that each notebook cell made when it ran last, with the number of that run."""
+
+
+def close_earlier_of_cell(view: LogWidget) -> None:
+    """In a notebook, close what an earlier run of the running cell showed, and note ``view`` for the next run."""
+    cell = _current_cell()
+    if cell is None:
+        return
+    name, execution = cell
+    earlier, views = _views_of_cell.get(name, (execution, []))
+    if earlier != execution:
+        for reference in views:
+            old = reference()
+            if old is not None:
+                old.close()
+        views = []
+    _views_of_cell[name] = (execution, [*views, weakref.ref(view)])
+
+
 class LabView(LogWidget):
     """Block pool, block tables, hash chain, timeline, flights, counters and story of one engine.
 
@@ -116,8 +144,8 @@ class LabView(LogWidget):
     follow the log and highlight the same block or request together. ``paced`` plays a log that comes faster
     than the eye instead of jumping to its end (by default: for a virtual clock). Works while a cell runs.
 
-    Showing an engine again closes the view that showed it before. Raises ConfigError for something that has no
-    log, UnknownNameError for a panel that does not exist.
+    Showing an engine again closes the view that showed it before, and so does running its notebook cell again.
+    Raises ConfigError for something that has no log, UnknownNameError for a panel that does not exist.
     """
 
     def __init__(
@@ -141,6 +169,7 @@ class LabView(LogWidget):
         if before is not None:
             before.close()
         _on_show[shown] = self
+        close_earlier_of_cell(self)
         self.publisher.attach(source)
 
     def picture(self, which: Which = "timeline") -> Picture:

@@ -57,7 +57,7 @@ def moment_of(log: Iterable[ev.Event], at: int | None) -> Moment:
         elif isinstance(e, ev.BlocksDuplicated):
             twins.update(zip(e.block_ids, e.twin_block_ids, strict=True))
         elif isinstance(e, ev.BlocksFreed):
-            for block_id in e.to_front:
+            for block_id in (*e.to_front, *e.to_back):
                 twins.pop(block_id, None)
         elif isinstance(e, ev.BlocksPublished):
             for i, block_hash in enumerate(e.block_hashes):

@@ -1,4 +1,4 @@
-"""Still pictures of the cache: block pool, block tables, hash chain; and the tables as text.
+"""Still pictures of the cache: block pool, block tables, hash chain; the tables as text; the states of a request.
 
 The pictures of time are in `timelines`. Knows moments of the log. Must not know engines or widgets.
 """
@@ -6,10 +6,12 @@ The pictures of time are in `timelines`. Knows moments of the log. Must not know
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 
 from minivllm import events as ev
-from minivllm.request import RequestState
+from minivllm.request import TRANSITIONS, RequestState
+from widgets.graph import dot_svg
 from widgets.moment import (
     COPY,
     LOOKS,
@@ -22,7 +24,7 @@ from widgets.moment import (
     look_of,
     moment_of,
 )
-from widgets.svg import GREY, GROUND, MUTED, SKY, WIDTH, Picture, el, number, picture, plural, rect, text
+from widgets.svg import GREY, GROUND, MUTED, SKY, TEXT, WIDTH, Picture, el, number, picture, plural, rect, text
 from widgets.timelines import compare_timelines, picture_timeline, timeline_text
 
 __all__ = [
@@ -30,6 +32,7 @@ __all__ = [
     "compare_timelines",
     "picture_chain",
     "picture_pool",
+    "picture_states",
     "picture_tables",
     "picture_timeline",
     "tables_text",
@@ -267,3 +270,52 @@ class _ChainDrawing:
         )
         if item.salt or (item.parent and item.parent not in self.moment.published):
             self.body.append(text(x, y - 4, item.salt or "parent evicted", 10.5, bold=True))
+
+
+# --- States of a request ----------------------------------------------------------------------------------
+
+
+_STATE_FILLS = {
+    RequestState.HELD: "#f8edf4",
+    RequestState.RUNNING: "#c4e3f6",
+    RequestState.PREEMPTED: "#fbeee4",
+    RequestState.FINISHED: "#d9f0e6",
+}
+
+
+def picture_states() -> Picture:
+    """Draw the states of a request and which may follow which: the table that the engine goes by."""
+    pairs = [(a, b) for a in RequestState for b in RequestState if b in TRANSITIONS[a]]
+    told = "; ".join(f"{state.value} to {_listed(TRANSITIONS[state])}" for state in RequestState if TRANSITIONS[state])
+    ends = _listed(state for state in RequestState if state.is_ended)
+    alt = f"States of a request, and which may follow which: {told}. Nothing follows {ends}."
+
+    lines = [
+        "digraph states {",
+        'rankdir=LR; nodesep=0.35; ranksep=0.7; bgcolor="transparent";',
+        'node [shape=box, style="rounded,filled", height=0.4, margin="0.2,0.06"];',
+        'node [fontname="Helvetica,Arial,sans-serif", fontsize=13];',
+        "edge [arrowsize=0.7, penwidth=1.3];",
+    ]
+    for state in RequestState:
+        fill = _STATE_FILLS.get(state, GROUND)
+        lines.append(f'"{state.value}" [fillcolor="{fill}", color="{MUTED}", fontcolor="{TEXT}"];')
+    for a, b in pairs:
+        # A request may be aborted or fail at any time: those lines are there, and stand back.
+        at_any_time = b in (RequestState.ABORTED, RequestState.FAILED)
+        lines.append(f'"{a.value}" -> "{b.value}" [color="{GREY if at_any_time else TEXT}"];')
+    svg = dot_svg("\n".join([*lines, "}"]))
+    size = re.search(r'<svg width="([\d.]+)(?:pt)?" height="([\d.]+)(?:pt)?"', svg)
+    assert size is not None, "the program that draws graphs begins its SVG with a size"
+    width, height = float(size[1]), float(size[2])
+    left = max(18.0, (WIDTH - width) / 2)
+    inside = f'<svg x="{number(left)}" y="46" width="{number(width)}" height="{number(height)}"' + svg[size.end() :]
+    body = [text(18, 28, "States of a request", 14, bold=True), inside]
+    return picture(body, max(WIDTH, width + 36), height + 64, alt, "states of a request")
+
+
+def _listed(states: Iterable[RequestState]) -> str:
+    """Return states in words, in the order of their table: "a", "a or b", "a, b or c"."""
+    chosen = set(states)
+    words = [state.value for state in RequestState if state in chosen]
+    return " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))

@@ -61,6 +61,7 @@ class Publisher:
         self._unsubscribe: Callable[[], None] | None = None
         self._epoch = 0
         self._next: int | None = None  # number of the event to send next; None until a page asks
+        self._idle: _IdlePlace | None = None
         self._closed = False
 
     # -- From any thread -----------------------------------------------------------------------------------
@@ -72,6 +73,7 @@ class Publisher:
             if self._closed:
                 return
             self._source = source
+            self._idle = _IdlePlace(source.log)
             self._epoch += 1
             if self._next is not None:
                 self._next = 0
@@ -110,7 +112,7 @@ class Publisher:
     def _drop_source(self) -> None:
         unsubscribe, self._unsubscribe = self._unsubscribe, None
         with self._lock:
-            self._source = None
+            self._source = self._idle = None
         if unsubscribe is not None:
             unsubscribe()
 
@@ -151,13 +153,13 @@ class Publisher:
     def _next_message(self, source: Source) -> dict[str, Any] | None:
         """Return what to send now and move on, or None. With the lock held."""
         first = self._next
-        assert first is not None
+        assert first is not None and self._idle is not None
         end = len(source.log)
         if first >= end:
             self._next = end
             return None
         if end - first > MAX_BACKLOG:
-            place = _idle_place(source.log, end)
+            place = self._idle.before(end - MAX_EVENTS_PER_MESSAGE)
             if place > first:
                 self._next = place
                 return {"type": "checkpoint", "epoch": self._epoch, **make_checkpoint(source.log, place)}
@@ -175,18 +177,32 @@ _COMING = {"request_arrived", "request_deferred"}
 _GOING = {"request_finished", "request_aborted", "request_failed"}
 
 
-def _idle_place(log: EventLog, end: int) -> int:
-    """Return the number of the last event but a few thousand at which no request was in the engine (0: none)."""
-    active: set[str] = set()
-    place = 0
-    for event in log[: end - MAX_EVENTS_PER_MESSAGE]:
-        if event.kind in _COMING:
-            active.add(event.request_id)  # type: ignore[attr-defined]
-        elif event.kind in _GOING:
-            active.discard(event.request_id)  # type: ignore[attr-defined]
-        if not active:
-            place = event.seq + 1
-    return place
+class _IdlePlace:
+    """Where a page may begin: the last place of a log at which no request was in the engine.
+
+    Goes on where it ended the time before, so that a log is walked through once however often it is asked.
+    """
+
+    def __init__(self, log: EventLog) -> None:
+        self.num_seen = 0
+        self._log = log
+        self._active: set[str] = set()
+        self._place = 0
+
+    def before(self, end: int) -> int:
+        """Return the number of the event after the last idle moment among those below ``end`` (0: none).
+
+        ``end`` never falls: a log only grows.
+        """
+        for event in self._log[self.num_seen : max(end, self.num_seen)]:
+            if event.kind in _COMING:
+                self._active.add(event.request_id)  # type: ignore[attr-defined]
+            elif event.kind in _GOING:
+                self._active.discard(event.request_id)  # type: ignore[attr-defined]
+            if not self._active:
+                self._place = event.seq + 1
+            self.num_seen = event.seq + 1
+        return self._place
 
 
 def make_checkpoint(log: EventLog, seq: int) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,9 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from minivllm import EngineConfig, EngineCore, Submission, VirtualRunner, replay
+from minivllm.block_pool import Block
+from minivllm.events import BlocksEvicted, BlocksFreed, BlocksHit, BlocksPublished
+from minivllm.eviction import EvictionPolicy, Placement
 from minivllm.request import Sampling
 from widgets.lab import PANELS
 from widgets.publisher import make_checkpoint
@@ -69,6 +72,28 @@ def evicted_and_reset() -> EngineCore:
     return core
 
 
+def placed_by(eviction: str | EvictionPolicy) -> EngineCore:
+    """A small pool in which prefixes are shared, kept, forgotten and found again."""
+    core = EngineCore(EngineConfig(block_size=4, num_blocks=24, eviction=eviction), VirtualRunner())
+    for starts in ((0, 500), (0, 0), (500, 900), (0, 900), (500, 500)):
+        for tail, start in enumerate(starts):
+            core.submit([*range(start, start + 21), 5000 + tail], max_tokens=6)
+        core.run()
+    return core
+
+
+class Backwards:
+    """Puts published blocks at the front and those without a hash at the back."""
+
+    name = "backwards"
+
+    def place(self, freed: Sequence[Block]) -> Placement:
+        return Placement(
+            to_front=[block for block in freed if block.block_hash is not None],
+            to_back=[block for block in freed if block.block_hash is None],
+        )
+
+
 def failed() -> EngineCore:
     def fail(step: Any) -> None:
         if step.number == 3:
@@ -93,6 +118,8 @@ CORES: dict[str, Callable[[], EngineCore]] = {
     "preemption": lambda: ran(race(6, prompt=40, max_tokens=30, same=False, num_blocks=60)),
     "deferred with a salt": deferred,
     "eviction, reset, other policies": evicted_and_reset,
+    "most recently used evicted first": lambda: placed_by("mru"),
+    "published blocks evicted first": lambda: placed_by(Backwards()),
     "failed step": failed,
 }
 
@@ -115,6 +142,23 @@ def blank(chromium: Browser) -> Iterator[Page]:
 
 def as_json(core: EngineCore) -> list[dict[str, Any]]:
     return json.loads(json.dumps([event.as_dict() for event in core.log]))
+
+
+@pytest.mark.parametrize("eviction", ["mru", Backwards()])
+def test_the_logs_of_other_evictions_put_published_blocks_at_the_front(eviction: str | EvictionPolicy) -> None:
+    log = placed_by(eviction).log
+    published: set[int] = set()
+    at_front = 0
+    for event in log:
+        if isinstance(event, BlocksPublished):
+            published.update(event.block_ids)
+        elif isinstance(event, BlocksEvicted):
+            published.difference_update(event.block_ids)
+        elif isinstance(event, BlocksFreed):
+            at_front += len(published.intersection(event.to_front))
+    assert at_front > 0
+    assert any(isinstance(event, BlocksEvicted) for event in log)
+    assert any(isinstance(event, BlocksHit) for event in log)
 
 
 @pytest.mark.parametrize("name", CORES)

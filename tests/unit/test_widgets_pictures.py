@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -13,12 +13,15 @@ from xml.etree import ElementTree
 import pytest
 
 from minivllm import ConfigError, EngineConfig, EngineCore, Submission, VirtualRunner
-from minivllm.request import Sampling
+from minivllm.block_pool import Block
+from minivllm.eviction import Placement
+from minivllm.request import TRANSITIONS, RequestState, Sampling
 from widgets import (
     Picture,
     compare_timelines,
     picture_chain,
     picture_pool,
+    picture_states,
     picture_tables,
     picture_timeline,
     tables_text,
@@ -299,3 +302,33 @@ def test_bad_input_is_a_sentence() -> None:
         timeline_text(flight().log, axis="seconds")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="no log to compare"):
         compare_timelines({})
+
+
+class AllToTheBack:
+    """Puts every freed block at the back, with a hash or without."""
+
+    name = "all-to-the-back"
+
+    def place(self, freed: Sequence[Block]) -> Placement:
+        return Placement(to_front=[], to_back=list(freed))
+
+
+def test_a_private_copy_that_was_freed_to_the_back_is_none_when_it_is_used_again() -> None:
+    core = race(2, num_blocks=12, eviction=AllToTheBack())
+    core.run()
+    assert any(event.kind == "blocks_duplicated" for event in core.log)
+    core.submit(list(range(100, 140)), max_tokens=3)  # takes blocks that were copies
+    core.run(max_steps=1)
+    assert ", 0 private copy," in picture_pool(core.log).alt
+
+
+def test_the_states_of_a_request_are_drawn_from_the_table_of_transitions() -> None:
+    drawn = picture_states()
+    assert drawn.svg == picture_states().svg
+    told = dict(re.findall(r"(\w+) to ([\w, ]+)", drawn.alt))
+    words = {source: set(re.split(r", | or ", targets)) for source, targets in told.items()}
+    assert words == {a.value: {b.value for b in after} for a, after in TRANSITIONS.items() if after}
+    titles = {node.text for node in ElementTree.fromstring(drawn.svg).iter("{http://www.w3.org/2000/svg}title")}
+    assert {state.value for state in RequestState} <= titles
+    assert {f"{a.value}->{b.value}" for a, after in TRANSITIONS.items() for b in after} <= titles
+    assert "Nothing follows finished, aborted or failed." in drawn.alt

@@ -11,7 +11,15 @@ import pytest
 
 from minivllm import Engine, EngineConfig, EngineCore, VirtualRunner, replay
 from minivllm.events import EventLog, TokenOut
-from widgets.publisher import MAX_BACKLOG, MAX_EVENTS_PER_MESSAGE, MAX_HZ, Publisher, Source, make_checkpoint
+from widgets.publisher import (
+    MAX_BACKLOG,
+    MAX_EVENTS_PER_MESSAGE,
+    MAX_HZ,
+    Publisher,
+    Source,
+    _IdlePlace,
+    make_checkpoint,
+)
 
 GUARD_S = 30
 
@@ -216,6 +224,27 @@ def test_a_long_backlog_is_a_checkpoint_and_what_came_after_it() -> None:
     assert set(page[0]["hashes"]) == set(state["prefix_index"])
     assert [event["seq"] for message in page[1:] for event in message["events"]] == list(range(seq, len(log)))
     publisher.close()
+
+
+def test_a_long_log_is_walked_through_once_however_often_it_is_asked_for_an_idle_place() -> None:
+    class Counting(EventLog):
+        read = 0
+
+        def __getitem__(self, index: Any) -> Any:
+            found = super().__getitem__(index)
+            self.read += len(found) if isinstance(index, slice) else 1
+            return found
+
+    log = Counting(lambda: 0.0)
+    for event in run_core().log:
+        log.append(event)
+    place = _IdlePlace(log)
+    answers = [place.before(end) for end in range(len(log) + 1)]
+    assert log.read == len(log)
+    for end, answer in enumerate(answers):
+        assert answer == _IdlePlace(log).before(end)
+    idle = [seq for seq in range(len(log) + 1) if all(r.state.is_ended for r in replay(log, seq).requests.values())]
+    assert answers == [max(seq for seq in idle if seq <= end) for end in range(len(log) + 1)]
 
 
 def test_a_checkpoint_knows_the_policies_of_its_moment_and_forgets_what_was_reset() -> None:

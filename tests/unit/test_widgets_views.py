@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -90,6 +92,43 @@ def test_showing_an_engine_again_closes_the_view_of_before(sent: list[tuple[Any,
         second.close()
         other.close()
         assert engine._worker.listeners == []
+
+
+def test_the_thread_of_a_view_ends_when_its_core_is_gone_or_closed(sent: list[tuple[Any, dict[str, Any]]]) -> None:
+    forgotten, closed = a_core(), a_core()
+    views = [LabView(forgotten), LabView(closed)]
+    counts = [len(forgotten.log), len(closed.log)]
+    for view, count in zip(views, counts, strict=True):
+        view._on_message(view, {"want": 0, "page": "p", "asked": 1}, [])
+        wait_until(functools.partial(lambda w, n: events_sent(sent, w) == n, view, count))
+        assert view.publisher.is_running  # the core may go on
+    reference = weakref.ref(forgotten)
+    del forgotten
+    gc.collect()
+    assert reference() is None  # the view does not hold it
+    closed.close()
+    wait_until(lambda: not any(view.publisher.is_running for view in views))
+    for view in views:
+        assert view.error is None
+        view.close()
+
+
+def test_a_cell_that_is_run_again_closes_what_it_showed_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    cell: list[tuple[str, int] | None] = [None]
+    monkeypatch.setattr("widgets.lab._current_cell", lambda: cell[0])
+    monkeypatch.setattr("widgets.lab._views_of_cell", {})
+    no_cell = LabView(a_core())
+    cell[0] = ("a", 1)
+    first, second = LabView(a_core()), LabView(a_core())  # one cell may show two
+    cell[0] = ("b", 2)
+    other = LabView(a_core())
+    assert all(view.comm is not None for view in (no_cell, first, second, other))
+    cell[0] = ("a", 3)
+    again = LabView(a_core())
+    assert first.comm is None and second.comm is None
+    assert all(view.comm is not None for view in (no_cell, other, again))
+    for view in (no_cell, other, again):
+        view.close()
 
 
 def test_a_page_that_asks_twice_is_answered_once(sent: list[tuple[Any, dict[str, Any]]]) -> None:
@@ -364,6 +403,50 @@ def test_a_console_of_the_same_model_closes_the_one_of_before(desk: Callable[...
     desk(model="virtual").hear("ready")
     assert first.console.comm is None
     assert engine is not None and not engine.is_alive
+
+
+def test_closing_does_not_wait_for_a_model_that_is_on_its_way(
+    desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("widgets.console._CLOSE_SECONDS", 0.01)
+    asked, there = threading.Event(), threading.Event()
+    made: list[Engine] = []
+
+    def bring(*args: Any, **kwargs: Any) -> Engine:
+        asked.set()
+        assert there.wait(GUARD_S)
+        made.append(Engine("virtual"))
+        return made[0]
+
+    monkeypatch.setattr("widgets.console.Engine", bring)
+    table = desk("smollm2")
+    assert asked.wait(GUARD_S)
+    table.console.fire()  # is not obeyed any more
+    table.console.close()
+    assert table.console.comm is None and not made  # the console is off the page, the model still on its way
+    there.set()
+    table.console._thread.join(GUARD_S)
+    assert not table.console._thread.is_alive()
+    assert not made[0].is_alive and len(made[0].log) == 1
+
+
+def test_a_models_name_may_come_first_and_a_panel_may_be_one_word(desk: Callable[..., Desk]) -> None:
+    table = desk("virtual", show="pool")
+    table.hear("virtual is ready")
+    assert table.console.show == ["pool"]
+    assert repr(table.console) == "RaceConsole(virtual)"
+
+
+def test_what_is_no_engine_no_name_and_no_config_is_refused() -> None:
+    wrong: Any = a_core()
+    with pytest.raises(ConfigError, match="cannot drive an EngineCore; give it an Engine, or a model"):
+        RaceConsole(wrong)
+    settings: Any = {"num_blocks": 64}
+    with pytest.raises(ConfigError, match=r"config is \{'num_blocks': 64\}; pass an EngineConfig"):
+        RaceConsole("virtual", config=settings)
+    number: Any = 7
+    with pytest.raises(ConfigError, match="model is 7; give a model's name"):
+        RaceConsole(model=number)
 
 
 def test_a_page_that_comes_late_hears_the_last_sentence(desk: Callable[..., Desk]) -> None:

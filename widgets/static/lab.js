@@ -131,9 +131,12 @@ const FOLDS = {
   },
   blocks_freed(s, e) {
     for (const id of [...e.to_front, ...e.to_back, ...e.still_held]) s.blocks.get(id).refCount -= 1;
-    for (const id of e.to_front) s.blocks.get(id).state = "free";
-    s.freeQueue = [...e.to_front, ...s.freeQueue.filter((id) => !e.to_front.includes(id))];
-    for (const id of e.to_back) if (!s.freeQueue.includes(id)) s.freeQueue.push(id);
+    // A Set keeps the order in which its members came, as the free queue does.
+    s.freeQueue = [...new Set([...e.to_front, ...s.freeQueue, ...e.to_back])];
+    for (const id of [...e.to_front, ...e.to_back]) {
+      const block = s.blocks.get(id);
+      if (!block.hash) block.state = "free"; // never published: nothing that others could read
+    }
     s.requests.get(e.request_id).blockIds = [];
   },
   cache_reset(s, e) {
@@ -552,7 +555,13 @@ const SCENE = {
       c.twins.delete(id);
       c.notes.set(id, { step: e.step, by: e.request_id, what: "given back" });
     }
-    tell(c, e, "freed", [e.request_id], { kept: e.to_back.length, front: e.to_front.length, held: e.still_held.length });
+    // The eviction policy chose the end of the queue; whether a block can be found is told by its hash.
+    const findable = new Set([...c.hashes.values()].map((entry) => entry.block));
+    tell(c, e, "freed", [e.request_id], {
+      kept: [...e.to_front, ...e.to_back].filter((id) => findable.has(id)).length,
+      front: e.to_front.filter((id) => !findable.has(id)).length,
+      held: e.still_held.length,
+    });
   },
   cache_reset(c, e) {
     c.hashes = new Map();
