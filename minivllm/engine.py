@@ -300,9 +300,14 @@ class EngineCore:
     # -- A step --------------------------------------------------------------------------------------------
 
     @property
+    def is_open(self) -> bool:
+        """Whether requests can be submitted: neither closed nor ended on an error."""
+        return self.error is None and not self._closed
+
+    @property
     def has_work(self) -> bool:
         """Whether a step would do something."""
-        return self.error is None and not self._closed and self.scheduler.has_work
+        return self.is_open and self.scheduler.has_work
 
     def step(self) -> bool:
         """Run one step. Returns False, with nothing done, if there is no request to run.

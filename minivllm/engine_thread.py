@@ -24,7 +24,7 @@ from collections.abc import AsyncIterator, Callable, Container, Generator, Itera
 from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from minivllm.config import EngineConfig
 from minivllm.cpu_blas import make_fast
@@ -39,14 +39,17 @@ from minivllm.errors import (
 )
 from minivllm.events import EventLog
 from minivllm.metrics import Metrics
+from minivllm.notebook_cells import MadeByCell
 from minivllm.replay import State
 from minivllm.request import RequestState, Sampling
 from minivllm.step import Runner
 
+if TYPE_CHECKING:
+    from minivllm.model_cache import Progress
+
 _T = TypeVar("_T")
 
-Progress = Callable[[str, int, "int | None"], None]
-"""Called while a model is brought: (what, bytes done, bytes in all or None)."""
+_engines = MadeByCell()
 
 
 @dataclass(frozen=True, slots=True)
@@ -457,7 +460,7 @@ class Engine:
         if config is not None and not isinstance(config, EngineConfig):
             raise ConfigError(f"config is {config!r}; pass an EngineConfig(...)")
         self.config = (config or EngineConfig()).replace(**config_fields)
-        _close_previous_of_cell()
+        _engines.close_earlier()
         report = _Report() if progress is None else None
         make_runner = runner or runner_factory(model, progress or report)
         self._worker = _Worker(make_runner, self.config)
@@ -472,7 +475,7 @@ class Engine:
         self.log: EventLog = core.log
         self._core = core
         self._submitting = threading.Lock()
-        _remember_for_cell(self)
+        _engines.remember(self)
         if runner is None and model != "virtual":
             note = make_fast().note
             if note:
@@ -675,48 +678,3 @@ class _Report:
                 if told and started.done():
                     sys.stderr.write("\n")
             return core
-
-
-# --- Notebook cells -----------------------------------------------------------------------------------------
-
-_engines_of_cell: dict[str, tuple[int, list[weakref.ref[Engine]]]] = {}
-
-
-def _close_previous_of_cell() -> None:
-    """In a notebook, close the engines that an earlier run of the running cell made."""
-    cell = _current_cell()
-    if cell is None:
-        return
-    name, execution = cell
-    earlier, engines = _engines_of_cell.get(name, (execution, []))
-    if earlier != execution:
-        del _engines_of_cell[name]
-        for reference in engines:
-            old = reference()
-            if old is not None:
-                old.close()
-
-
-def _remember_for_cell(engine: Engine) -> None:
-    """In a notebook, note which cell made an engine, once it has started."""
-    cell = _current_cell()
-    if cell is not None:
-        name, execution = cell
-        _engines_of_cell.setdefault(name, (execution, []))[1].append(weakref.ref(engine))
-
-
-def _current_cell() -> tuple[str, int] | None:
-    """Return the running cell's name (its id, or its text where the front end gives no id) and its number."""
-    if "IPython" not in sys.modules:
-        return None
-    from IPython import get_ipython
-
-    shell = get_ipython()
-    kernel = getattr(shell, "kernel", None)
-    if kernel is None or threading.current_thread() is not threading.main_thread():
-        return None
-    try:
-        cell_id = kernel.get_parent().get("metadata", {}).get("cellId")
-    except LookupError:
-        cell_id = None
-    return str(cell_id or shell.user_ns["In"][-1]), int(shell.execution_count)

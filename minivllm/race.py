@@ -15,17 +15,20 @@ import functools
 import threading
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from minivllm import events as ev
 from minivllm.config import EngineConfig
 from minivllm.engine import EngineCore
-from minivllm.engine_thread import Engine, Progress
+from minivllm.engine_thread import Engine
 from minivllm.errors import ConfigError, EngineClosedError, EngineDeadError
 from minivllm.metrics import Metrics, RequestMetrics
 from minivllm.runners.virtual import VirtualRunner
 from minivllm.text_timeline import draw_timeline
 from minivllm.workloads import Race, race_submissions
+
+if TYPE_CHECKING:
+    from minivllm.model_cache import Progress
 
 OnChange = Callable[[Sequence[ev.Event]], None]
 """Called on the caller's thread with the events that are new, after each step or several."""

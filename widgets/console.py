@@ -25,7 +25,7 @@ from minivllm.request import RequestState
 from minivllm.runners.virtual import VirtualRunner
 from minivllm.step import ScheduledStep
 from minivllm.workloads import Race, race_submissions
-from widgets.lab import PANELS, LogWidget, close_earlier_of_cell, source_of
+from widgets.lab import PANELS, LogWidget, source_of, views_of_cells
 
 MAX_REQUESTS = 16
 _CLOSE_SECONDS = 2.0  # how long closing waits; a thread that brings a model ends by itself when it is there
@@ -145,7 +145,8 @@ class RaceConsole(LogWidget):
         if before is not None:
             before.close()
         _consoles[key] = self
-        close_earlier_of_cell(self)
+        views_of_cells.close_earlier()
+        views_of_cells.remember(self)
         if engine is not None:
             self.publisher.attach(source_of(engine))
         self._thread = threading.Thread(target=self._serve, name="race-console", daemon=True)

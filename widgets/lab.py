@@ -15,9 +15,9 @@ from typing import Any, Literal
 import anywidget
 import traitlets
 
-from minivllm.engine_thread import _current_cell
 from minivllm.errors import ConfigError, UnknownNameError, nearest
 from minivllm.events import EngineStarted, Event, EventLog, RequestArrived
+from minivllm.notebook_cells import MadeByCell
 from widgets.pictures import Picture, picture_chain, picture_pool, picture_tables, picture_timeline
 from widgets.publisher import Publisher, Source
 
@@ -59,7 +59,7 @@ def source_of(shown: Any) -> Source:
 
 def _may_step(core: Any) -> bool:
     """Whether a synchronous core is there, open and in order."""
-    return core is not None and getattr(core, "error", None) is None and not getattr(core, "_closed", False)
+    return core is not None and bool(getattr(core, "is_open", True))
 
 
 def runner_name(log: EventLog) -> str:
@@ -116,25 +116,8 @@ class LogWidget(anywidget.AnyWidget):
 _on_show: weakref.WeakKeyDictionary[Any, LabView] = weakref.WeakKeyDictionary()
 """The open view of each engine, so that a cell that is run again closes the view of the time before."""
 
-
-_views_of_cell: dict[str, tuple[int, list[weakref.ref[LogWidget]]]] = {}
-"""The views that each notebook cell made when it ran last, with the number of that run."""
-
-
-def close_earlier_of_cell(view: LogWidget) -> None:
-    """In a notebook, close what an earlier run of the running cell showed, and note ``view`` for the next run."""
-    cell = _current_cell()
-    if cell is None:
-        return
-    name, execution = cell
-    earlier, views = _views_of_cell.get(name, (execution, []))
-    if earlier != execution:
-        for reference in views:
-            old = reference()
-            if old is not None:
-                old.close()
-        views = []
-    _views_of_cell[name] = (execution, [*views, weakref.ref(view)])
+views_of_cells = MadeByCell()
+"""The views and consoles that each notebook cell made when it ran last."""
 
 
 class LabView(LogWidget):
@@ -169,7 +152,8 @@ class LabView(LogWidget):
         if before is not None:
             before.close()
         _on_show[shown] = self
-        close_earlier_of_cell(self)
+        views_of_cells.close_earlier()
+        views_of_cells.remember(self)
         self.publisher.attach(source)
 
     def picture(self, which: Which = "timeline") -> Picture:

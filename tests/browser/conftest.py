@@ -191,6 +191,17 @@ class LabPage:
             self.wait_until_idle()
         return self
 
+    def write_notebook(self, name: str, *sources: str) -> None:
+        """Put a notebook with these code cells beside the labs."""
+        cells = [
+            {"cell_type": "code", "id": f"c{at}", "source": source, "metadata": {}, "outputs": []}
+            | {"execution_count": None}
+            for at, source in enumerate(sources)
+        ]
+        kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
+        notebook = {"nbformat": 4, "nbformat_minor": 5, "metadata": {"kernelspec": kernelspec}, "cells": cells}
+        (self.server.root / name).write_text(json.dumps(notebook))
+
     def wait_until_idle(self) -> None:
         """Wait until the notebook in front is connected to its kernel, and the kernel has nothing to do."""
         self.page.wait_for_function(

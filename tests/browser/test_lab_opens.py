@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import Literal
 
@@ -30,34 +29,22 @@ def test_the_first_lab_opens_with_a_kernel(lab: LabPage) -> None:
     assert [kernel["name"] for kernel in kernels] == ["python3"]
 
 
-def write_notebook(lab: LabPage, name: str, *sources: str) -> None:
-    """Put a notebook with these code cells beside the labs."""
-    cells = [
-        {"cell_type": "code", "id": f"c{at}", "source": source, "metadata": {}, "outputs": []}
-        | {"execution_count": None}
-        for at, source in enumerate(sources)
-    ]
-    kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
-    notebook = {"nbformat": 4, "nbformat_minor": 5, "metadata": {"kernelspec": kernelspec}, "cells": cells}
-    (lab.server.root / name).write_text(json.dumps(notebook))
-
-
 def test_the_run_menu_runs_every_cell_in_this_environment(lab: LabPage) -> None:
-    write_notebook(lab, "sound.ipynb", "import minivllm, sys", "print(sys.prefix)", "6 * 7")
+    lab.write_notebook("sound.ipynb", "import minivllm, sys", "print(sys.prefix)", "6 * 7")
     lab.open("sound.ipynb").run_all()
     assert lab.outputs() == ["", f"{sys.prefix}\n", "42"]
     assert lab.errors() == []
 
 
 def test_a_cell_that_fails_is_seen(lab: LabPage) -> None:
-    write_notebook(lab, "broken.ipynb", "1 / 0", "print('never reached')")
+    lab.write_notebook("broken.ipynb", "1 / 0", "print('never reached')")
     lab.open("broken.ipynb").run_all()
     assert lab.errors() == ["ZeroDivisionError: division by zero"]
     assert lab.outputs()[1] == ""
 
 
 def test_the_page_wears_both_themes(lab: LabPage) -> None:
-    write_notebook(lab, "themes.ipynb", "6 * 7")
+    lab.write_notebook("themes.ipynb", "6 * 7")
     lab.open("themes.ipynb")
     grounds = []
     for which in THEMES:

@@ -6,7 +6,6 @@ races on the default model.
 
 from __future__ import annotations
 
-import json
 from typing import Literal
 
 import pytest
@@ -34,18 +33,6 @@ RaceConsole(engine, coordination='single-flight', {})
 COMMAND_IS_THERE = "exec('while engine._worker.commands.empty(): time.sleep(0.01)')"
 
 
-def write_notebook(lab: LabPage, name: str, *sources: str) -> None:
-    """Put a notebook with these code cells beside the labs."""
-    cells = [
-        {"cell_type": "code", "id": f"c{at}", "source": source, "metadata": {}, "outputs": []}
-        | {"execution_count": None}
-        for at, source in enumerate(sources)
-    ]
-    kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
-    notebook = {"nbformat": 4, "nbformat_minor": 5, "metadata": {"kernelspec": kernelspec}, "cells": cells}
-    (lab.server.root / name).write_text(json.dumps(notebook))
-
-
 def run_in_kernel(lab: LabPage, code: str) -> None:
     """Run code in the notebook's kernel, beside its cells, and wait until it is through."""
     lab.page.evaluate(
@@ -61,7 +48,7 @@ class Console:
     """The console on a page, by the words that a student reads there."""
 
     def __init__(self, lab: LabPage, name: str, *sources: str) -> None:
-        write_notebook(lab, name, *sources)
+        lab.write_notebook(name, *sources)
         lab.open(name).run_all()
         self.lab = lab
         self.node = lab.page.locator(".mvl").first
@@ -254,7 +241,7 @@ def test_a_view_moves_while_the_cell_that_shows_it_runs(lab: LabPage) -> None:
         "display(LabView(engine, paced=False))\n"
         "engine.submit(list(range(100)), max_tokens=5000).result()"
     )
-    write_notebook(lab, "within.ipynb", source)
+    lab.write_notebook("within.ipynb", source)
     lab.open("within.ipynb")
     lab.menu("Run", "Run All Cells")
     view = lab.page.locator(".mvl")

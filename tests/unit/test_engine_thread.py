@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from minivllm import engine_thread
+from minivllm import notebook_cells
 from minivllm.config import EngineConfig
 from minivllm.engine import EngineCore, Submission
 from minivllm.engine_thread import Engine, Handle
@@ -810,6 +810,6 @@ def test_a_kernel_that_was_killed_while_its_engine_ran_starts_afresh() -> None:
 
 
 def test_outside_a_notebook_there_is_no_cell() -> None:
-    assert engine_thread._current_cell() is None
+    assert notebook_cells.current_cell() is None
     with Engine("virtual", EngineConfig()) as one, Engine("virtual") as two:
         assert one.is_alive and two.is_alive
