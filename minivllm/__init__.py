@@ -10,8 +10,11 @@
 Importing this package does not import MLX: a real model is loaded when an `Engine` asks for one.
 """
 
+from minivllm.block_hash import MultimodalItem
 from minivllm.config import EngineConfig
-from minivllm.engine import EngineCore, Submission
+from minivllm.cost import CostModel
+from minivllm.door import Submission
+from minivllm.engine import EngineCore
 from minivllm.engine_thread import Engine, Handle, RequestResult, Token
 from minivllm.errors import (
     ConfigError,
@@ -24,10 +27,11 @@ from minivllm.errors import (
     UnknownNameError,
     UnknownRequestError,
 )
+from minivllm.kv_contents import kv_contents
 from minivllm.metrics import Metrics
 from minivllm.replay import replay
 from minivllm.request import Sampling
-from minivllm.runners.virtual import CostModel, VirtualRunner
+from minivllm.runners.virtual import VirtualRunner
 
 __all__ = [
     "ConfigError",
@@ -43,6 +47,7 @@ __all__ = [
     "Metrics",
     "MiniVLLMError",
     "ModelError",
+    "MultimodalItem",
     "RequestResult",
     "Sampling",
     "Submission",
@@ -50,5 +55,6 @@ __all__ = [
     "UnknownNameError",
     "UnknownRequestError",
     "VirtualRunner",
+    "kv_contents",
     "replay",
 ]

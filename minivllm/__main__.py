@@ -1,7 +1,8 @@
-"""The command line: generate, race, model.
+"""The command line: generate, race, bench, model.
 
     minivllm generate "What is the capital of France?"
     minivllm race --requests 4 --virtual
+    minivllm bench manager
     minivllm model list
 
 Exit status: 0 done, 1 ran and failed, 2 wrong use; 130 after Ctrl-C, 143 after SIGTERM, 141 if the reader of
@@ -61,9 +62,9 @@ class Console:
         self.notes = notes
 
     @contextlib.contextmanager
-    def progress(self) -> Iterator[ProgressLine]:
+    def progress(self, *, counts_bytes: bool = True) -> Iterator[ProgressLine]:
         """A progress line that is closed at the end."""
-        line = ProgressLine(self.notes)
+        line = ProgressLine(self.notes, counts_bytes=counts_bytes)
         try:
             yield line
         finally:
@@ -169,6 +170,9 @@ def race(args: argparse.Namespace, console: Console) -> None:
         publication=args.publication,
         coordination=args.coordination,
         release=args.release,
+        adoption=args.adoption,
+        allow_unsafe=args.allow_unsafe,
+        ttft_target_ms=args.ttft_target,
     )
     wanted = Race(
         num_requests=args.requests,
@@ -177,6 +181,7 @@ def race(args: argparse.Namespace, console: Console) -> None:
         max_tokens=args.max_tokens,
         temperature=args.temperature,
         seed=args.seed,
+        samples=args.samples,
     )
     model = "virtual" if args.virtual else args.model
     json_to_out = args.json == "-"
@@ -234,6 +239,27 @@ def _race_json(result: RaceResult) -> str:
         else:
             parts.append(f" {json.dumps(name)}: {json.dumps(value)}")
     return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def bench_manager(args: argparse.Namespace, console: Console) -> None:
+    """Measure what the cache manager itself costs."""
+    from minivllm.bench_manager import run_bench_manager
+
+    json_to_out = args.json == "-"
+    with contextlib.ExitStack() as stack:
+        file = None
+        if args.json is not None and not json_to_out:
+            file = stack.enter_context(WholeFile(args.json))
+        with console.progress(counts_bytes=False) as progress:
+            found = run_bench_manager(args.runs, progress)
+        (console.notes if json_to_out else console.out).line(repr(found))
+        if found.stopped_by is not None:
+            raise found.stopped_by  # what was done is shown; a file is written whole or not at all
+        text = json.dumps(found.as_dict(), indent=1) + "\n"
+        if file is not None:
+            file.write(text)
+        if json_to_out:
+            console.out.write(text)
 
 
 def model_list(args: argparse.Namespace, console: Console) -> None:
@@ -308,6 +334,7 @@ A small serving engine with prefix caching, built to be looked at.
 
   minivllm generate   answer a prompt with a real model, token by token
   minivllm race       fire equal requests at a cold cache and see what they recover
+  minivllm bench      what things cost on this machine, beside the obvious way of doing them
   minivllm model      which models there are, and bring one here"""
 
 _GENERATE = """\
@@ -342,7 +369,19 @@ examples:
   minivllm race --coordination single-flight --release on-completion --virtual
   minivllm race --publication incremental --requests 12 --virtual
   minivllm race --shared-tokens 400 --virtual
+  minivllm race --shared-tokens 512 --coordination shared-prefix --virtual
+  minivllm race --requests 2 --samples 3 --temperature 0.8 --virtual
   minivllm race --virtual --json - | python -m json.tool"""
+
+_BENCH_MANAGER = """\
+Measure what the cache manager itself costs, without any model: hashing, allocating and publishing, looking up, taking
+hits and freeing 1,024 blocks, with the events that go with it, beside an obvious manager in the same runs; and whether
+the cost of a request grows with the requests before it. Takes about half a minute. Ctrl-C shows what is done."""
+
+_BENCH_EXAMPLES = """\
+examples:
+  minivllm bench manager
+  minivllm bench manager --runs 200 --json manager.json"""
 
 _MODEL_EXAMPLES = """\
 examples:
@@ -405,7 +444,8 @@ def build_parser() -> _Parser:
         ("--prompt-tokens", 532, "length of each prompt, in tokens"),
         ("--shared-tokens", None, "how many of them, from the start, are the same in all prompts (default: all)"),
         ("--max-tokens", 128, "output tokens of each; end of sequence is ignored"),
-        ("--seed", 0, "of the prompts, and of the draws: request i draws with seed N + i"),
+        ("--samples", 1, "samples of each prompt, which is computed once for all of them"),
+        ("--seed", 0, "of the prompts, and of the draws: each request and sample draws with the next seed"),
         ("--blocks", 512, "blocks in the pool"),
         ("--block-size", 16, "tokens of a block"),
         ("--budget", 2048, "most tokens computed in a step"),
@@ -422,12 +462,37 @@ def build_parser() -> _Parser:
         help="0 takes the likeliest token; above, each request draws with its own seed (default: 0)",
     )
     policies = [
-        ("--publication", "on-completion", "on-completion or incremental: when others may see a full block"),
-        ("--coordination", "independent", "independent or single-flight: whether equal prompts wait for the first"),
+        (
+            "--publication",
+            "on-completion",
+            "on-completion, incremental, or at-allocation (before it is computed: unsafe): when others may see a full "
+            "block",
+        ),
+        (
+            "--coordination",
+            "independent",
+            "independent, single-flight (equal prompts wait for the first), shared-prefix (a request waits for the "
+            "next block that it misses while another computes it) or wait-or-recompute (only where that is sooner)",
+        ),
         ("--release", "after-prefill", "on-completion or after-prefill: until when they wait"),
     ]
     for flag, named, about in policies:
         made.add_argument(flag, default=named, metavar="POLICY", help=f"{about} (default: {named})")
+    made.add_argument(
+        "--adoption", action="store_true", help="running prefills look up again before each chunk, and adopt blocks"
+    )
+    made.add_argument(
+        "--ttft-target",
+        type=_number,
+        metavar="MS",
+        help="under wait-or-recompute, waiting is soon enough within MS milliseconds (default: as soon as possible)",
+    )
+    made.add_argument(
+        "--allow-unsafe",
+        default="",
+        metavar="POLICY",
+        help="name an unsafe publication policy here, too, to run it on a real model: its answers may be wrong",
+    )
     made.add_argument("--model", default="smollm2", metavar="NAME", help=_MODEL_HELP)
     made.add_argument(
         "--virtual", action="store_true", help="a cost model and a clock instead of a model; goes before --model"
@@ -437,6 +502,14 @@ def build_parser() -> _Parser:
         metavar="FILE",
         help='write config, requests, blocks and events there, whole or not at all; "-" is standard output, '
         "and the table then goes to standard error",
+    )
+
+    bench = _new_parser("bench", "What things cost on this machine.", _BENCH_EXAMPLES, commands)
+    under = bench.add_subparsers(metavar="WHAT", parser_class=_Parser)
+    made = command(under, "manager", bench_manager, _BENCH_MANAGER, _BENCH_EXAMPLES)
+    made.add_argument("--runs", type=_whole, default=50, metavar="N", help="runs of each (default: 50)")
+    made.add_argument(
+        "--json", metavar="FILE", help='write the figures there, whole or not at all; "-" is standard output'
     )
 
     about = "Which models there are, and bring one to this machine."
@@ -477,7 +550,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     args = parser.parse_args(_checked(parser, list(arguments)))
     if args.version or hasattr(args, "run"):
         return args
-    kind = "one of list, get" if "model" in arguments else "one of generate, race, model"
+    groups = {"model": "one of list, get", "bench": "manager"}
+    kind = next((groups[word] for word in arguments if word in groups), "one of generate, race, bench, model")
     raise UsageError(f"no command is given; choose {kind}, and see `minivllm --help`")
 
 
@@ -575,6 +649,8 @@ _FLAG_OF_SETTING = {
     "max_tokens": "--max-tokens",
     "top_p": "--top-p",
     "top_k": "--top-k",
+    "ttft_target_ms": "--ttft-target",
+    "allow_unsafe": "--allow-unsafe",
 }
 
 

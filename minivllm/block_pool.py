@@ -1,4 +1,8 @@
-"""Blocks, and the queue of those that nobody uses.
+"""Blocks, their states, and the queue of those that nobody uses.
+
+    FREE ──allocate──► OWNED ──publish──► PUBLISHED ──evict, reset──► FREE
+     ▲                   │ ▲ fork          │ ▲ hit, fork, free: stays PUBLISHED
+     └──────free─────────┘ └─┘             └─┘
 
     head ⇄ 7 ⇄ 3 ⇄ 9 ⇄ ... ⇄ 2 ⇄ tail        reused from the head, appended at the end
 
@@ -7,18 +11,56 @@ of the blocks themselves, so that a block in the middle leaves in constant time 
 structure). A block that was published keeps its content and hash while it is free: it is found until it is
 popped. Block 0 is the scratch block: padding is written there; it is never handed out.
 
-Knows blocks and their order. Must not know tokens, requests or the index: `kv_cache_manager.py` is the one
-caller that changes a block.
+Long prompts move a thousand blocks at a time, so the pool moves many with one call: O(1) a block, and the queue is
+cut or joined once. Knows blocks and their order. Must not know tokens, requests or the index: `kv_cache_manager.py`
+is the one caller that changes a block.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from minivllm.block_hash import BlockHash
 from minivllm.errors import InvariantError, OutOfBlocksError
 
 SCRATCH_BLOCK_ID = 0
+
+
+class BlockState(enum.Enum):
+    """What a block holds, and who may use it."""
+
+    FREE = "free"  # no content that anybody may read
+    OWNED = "owned"  # being filled by one request, or by the samples of one prompt
+    PUBLISHED = "published"  # full, hashed, findable; in the free queue exactly while its count is 0
+
+
+class BlockAction(enum.Enum):
+    """What can happen to a block."""
+
+    ALLOCATE = "allocate"  # popped from the free queue for a request
+    PUBLISH = "publish"  # full and computed: its hash enters the index
+    HIT = "hit"  # found by its hash: one more user
+    FORK = "fork"  # a further sample of the same prompt: one more user
+    FREE = "free"  # its last user lets go of it (others before only lower the count)
+    EVICT = "evict"  # popped for another request: its hash leaves the index first
+    RESET = "reset"  # nobody uses any block, and all hashes are forgotten
+
+
+BLOCK_TRANSITIONS: dict[tuple[BlockState, BlockAction], BlockState] = {
+    (BlockState.FREE, BlockAction.ALLOCATE): BlockState.OWNED,
+    (BlockState.OWNED, BlockAction.PUBLISH): BlockState.PUBLISHED,
+    (BlockState.OWNED, BlockAction.FORK): BlockState.OWNED,
+    (BlockState.OWNED, BlockAction.FREE): BlockState.FREE,
+    (BlockState.PUBLISHED, BlockAction.HIT): BlockState.PUBLISHED,
+    (BlockState.PUBLISHED, BlockAction.FORK): BlockState.PUBLISHED,
+    (BlockState.PUBLISHED, BlockAction.FREE): BlockState.PUBLISHED,
+    (BlockState.PUBLISHED, BlockAction.EVICT): BlockState.FREE,
+    (BlockState.PUBLISHED, BlockAction.RESET): BlockState.FREE,
+}
+"""The one table of a block's transitions, shared by the code, the tests and the drawn diagram. A pair that is not in it
+cannot happen: a block that nobody has computed is never hit, and one in use is never evicted (its count is above 0)."""
 
 
 class Block:
@@ -37,6 +79,13 @@ class Block:
         self.prev_free: Block | None = None
         self.next_free: Block | None = None
 
+    @property
+    def state(self) -> BlockState:
+        """Which of the three it is; read off its hash and its count."""
+        if self.block_hash is not None:
+            return BlockState.PUBLISHED
+        return BlockState.OWNED if self.ref_count else BlockState.FREE
+
     def __repr__(self) -> str:
         content = self.block_hash.hex()[:8] if self.block_hash else "no hash"
         return f"Block({self.block_id}, ref_count={self.ref_count}, {content})"
@@ -49,43 +98,93 @@ class FreeBlockQueue:
         self._head, self._tail = Block(-1), Block(-1)
         self._head.next_free, self._tail.prev_free = self._tail, self._head
         self.num_free = 0
-        for block in blocks:
-            self.append(block)
+        self.append_all(blocks)
 
     def popleft(self) -> Block:
         """Take the block at the head. Raises OutOfBlocksError if there is none."""
+        return self.popleft_many(1)[0]
+
+    def popleft_many(self, num_blocks: int) -> list[Block]:
+        """Take blocks from the head, in their order. Raises OutOfBlocksError, with nothing changed, for too many."""
+        if num_blocks > self.num_free:
+            raise OutOfBlocksError(
+                f"{num_blocks} blocks were asked for and {self.num_free} are free; "
+                "wait for a request to end or make a larger pool"
+            )
+        taken = []
         block = self._head.next_free
-        if block is None or block is self._tail:
-            raise OutOfBlocksError("no block is free; wait for a request to end or make a larger pool")
-        self.remove(block)
-        return block
+        for _ in range(num_blocks):
+            assert block is not None
+            taken.append(block)
+            after = block.next_free
+            block.prev_free = block.next_free = None
+            block = after
+        assert block is not None
+        self._head.next_free, block.prev_free = block, self._head
+        self.num_free -= len(taken)
+        return taken
 
     def remove(self, block: Block) -> None:
         """Unlink a block from wherever it is. Raises InvariantError if it is not in the queue."""
-        before, after = block.prev_free, block.next_free
-        if before is None or after is None:
-            raise InvariantError(f"block {block.block_id} is not in the free queue")
-        before.next_free, after.prev_free = after, before
-        block.prev_free = block.next_free = None
-        self.num_free -= 1
+        self.remove_all((block,))
+
+    def remove_all(self, blocks: Sequence[Block]) -> None:
+        """Unlink blocks from wherever they are. Raises InvariantError at the first one that is not in the queue.
+
+        A freed chain lies there tail first, so the hits on it, head first, are neighbours: such a run is cut as one.
+        """
+        before: Block | None = None  # around the run that is being cut
+        after: Block | None = None
+        for block in blocks:
+            if block is not before:
+                self._close_up(before, after)
+                after = block.next_free
+            before = block.prev_free
+            if before is None:
+                self.num_free = sum(1 for _ in self)  # those before it have left
+                raise InvariantError(f"block {block.block_id} is not in the free queue")
+            block.prev_free = block.next_free = None
+        self._close_up(before, after)
+        self.num_free -= len(blocks)
+
+    @staticmethod
+    def _close_up(before: Block | None, after: Block | None) -> None:
+        """Make two blocks neighbours, if there are any."""
+        if before is not None and after is not None:
+            before.next_free, after.prev_free = after, before
 
     def append(self, block: Block) -> None:
         """Put a block at the end: reused last."""
+        self.append_all((block,))
+
+    def append_all(self, blocks: Sequence[Block]) -> None:
+        """Put blocks at the end, so that ``blocks[-1]`` is reused last of all."""
         assert self._tail.prev_free is not None
-        self._link(block, self._tail.prev_free, self._tail)
+        self._insert(self._tail.prev_free, blocks, self._tail)
 
     def prepend_all(self, blocks: Sequence[Block]) -> None:
         """Put blocks at the head, so that ``blocks[0]`` is reused next, then ``blocks[1]``, and so on."""
-        for block in reversed(blocks):
-            assert self._head.next_free is not None
-            self._link(block, self._head, self._head.next_free)
+        assert self._head.next_free is not None
+        self._insert(self._head, blocks, self._head.next_free)
 
-    def _link(self, block: Block, before: Block, after: Block) -> None:
-        if block.next_free is not None:
-            raise InvariantError(f"block {block.block_id} is in the free queue already")
-        block.prev_free, block.next_free = before, after
-        before.next_free = after.prev_free = block
-        self.num_free += 1
+    def _insert(self, before: Block, blocks: Sequence[Block], after: Block) -> None:
+        """Link blocks, in their order, between two neighbours.
+
+        Raises InvariantError, with nothing changed, if one is in the queue already or comes twice.
+        """
+        last = before
+        for block in blocks:
+            if block.prev_free is not None:
+                while last is not before:  # walk back over what was linked so far
+                    assert last.prev_free is not None
+                    linked, last = last, last.prev_free
+                    linked.prev_free = linked.next_free = None
+                before.next_free = after
+                raise InvariantError(f"block {block.block_id} is in the free queue already")
+            block.prev_free, last.next_free = last, block
+            last = block
+        last.next_free, after.prev_free = after, last
+        self.num_free += len(blocks)
 
     def __iter__(self) -> Iterator[Block]:
         block = self._head.next_free
@@ -98,6 +197,13 @@ class FreeBlockQueue:
 
     def __len__(self) -> int:
         return self.num_free
+
+
+class Dropped(NamedTuple):
+    """Blocks that lost one user: those that nobody uses now, and those that others still hold."""
+
+    freed: list[Block]
+    still_held: list[Block]
 
 
 class BlockPool:
@@ -129,7 +235,7 @@ class BlockPool:
                 f"{num_blocks} blocks were asked for and {self.num_free} of {self.num_blocks} are free; "
                 "wait for a request to end or make a larger pool"
             )
-        taken = [self.free_queue.popleft() for _ in range(num_blocks)]
+        taken = self.free_queue.popleft_many(num_blocks)
         for block in taken:
             block.ref_count = 1
         return taken
@@ -140,6 +246,16 @@ class BlockPool:
             self.free_queue.remove(block)
         block.ref_count += 1
 
+    def share_all(self, blocks: Sequence[Block]) -> None:
+        """Count one more user of each of these published blocks; those in the free queue leave it."""
+        freed = []
+        for block in blocks:
+            count = block.ref_count
+            if count == 0:
+                freed.append(block)
+            block.ref_count = count + 1
+        self.free_queue.remove_all(freed)
+
     def drop(self, block: Block) -> bool:
         """Count one user less and return whether that was the last one.
 
@@ -149,3 +265,24 @@ class BlockPool:
             raise InvariantError(f"block {block.block_id} was freed once too often")
         block.ref_count -= 1
         return block.ref_count == 0
+
+    def drop_all(self, blocks: Sequence[Block]) -> Dropped:
+        """Count one user less of each block, in their order.
+
+        The caller then puts those that became free back into the free queue. Raises InvariantError, with nothing
+        changed, for a count below 0.
+        """
+        freed: list[Block] = []
+        still_held: list[Block] = []
+        for block in blocks:
+            count = block.ref_count - 1
+            if count < 0:
+                for dropped in (*freed, *still_held):
+                    dropped.ref_count += 1
+                raise InvariantError(f"block {block.block_id} was freed once too often")
+            block.ref_count = count
+            if count:
+                still_held.append(block)
+            else:
+                freed.append(block)
+        return Dropped(freed, still_held)

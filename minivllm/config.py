@@ -10,11 +10,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from minivllm.block_hash import BLOCK_HASHERS, BlockHasher
+from minivllm.coordination import COORDINATORS
+from minivllm.cost import CostModel
 from minivllm.errors import ConfigError, UnknownNameError, nearest
 from minivllm.eviction import EVICTION_POLICIES, EvictionPolicy
-from minivllm.flights import COORDINATORS, RELEASE_POLICIES, Coordinator, ReleasePolicy
+from minivllm.flights import RELEASE_POLICIES, Coordinator, ReleasePolicy
 from minivllm.prefix_index import PREFIX_INDEXES, PrefixIndex
-from minivllm.publication import PUBLICATION_POLICIES, PublicationPolicy
+from minivllm.publication import PUBLICATION_POLICIES, PublicationPolicy, is_safe
+from minivllm.scheduler import ADMISSIONS, BY_CHUNK, SCHEDULING_POLICIES, SchedulingPolicy
+from minivllm.wait_or_recompute import WaitOrRecompute
 
 _P = TypeVar("_P")
 
@@ -31,6 +36,11 @@ class EngineConfig:
     rows than budget, the later ones wait a step.
     ``long_prefill_token_threshold`` limits one request's prompt tokens in a step (0: no limit of its own).
     ``coordination`` and ``prefix_index`` may also be classes, as each engine makes its own.
+    ``admission`` is "by-chunk" (room for the first chunk is enough) or "whole-prompt"; ``watermark`` is the share of
+    the pool that stays free when a request is admitted beside running ones. With ``adoption`` running prefills look
+    up again before each chunk. ``check_token_ids`` compares tokens on every hit, so that a collision of hashes is
+    seen and not served. ``allow_unsafe`` names an unsafe publication policy that may run on a real model.
+    ``cost`` and ``ttft_target_ms`` are for "wait-or-recompute" (None: the runner's own cost model, no target).
 
     Raises ConfigError or UnknownNameError with what was wrong, the limit, and what to do.
     """
@@ -46,6 +56,15 @@ class EngineConfig:
     release: str | ReleasePolicy = "after-prefill"
     eviction: str | EvictionPolicy = "lru"
     prefix_index: str | Callable[[], PrefixIndex] = "hash-map"
+    block_hash: str | BlockHasher = "sha256"
+    check_token_ids: bool = False
+    scheduling: str | SchedulingPolicy = "fcfs"
+    admission: str = BY_CHUNK
+    watermark: float = 0.0
+    adoption: bool = False
+    allow_unsafe: str = ""
+    cost: CostModel | None = None
+    ttft_target_ms: float | None = None
 
     def __post_init__(self) -> None:
         _whole("block_size", self.block_size, 1, MAX_BLOCK_SIZE, "16 is usual, 4 for small examples")
@@ -53,8 +72,20 @@ class EngineConfig:
         _whole("max_num_batched_tokens", self.max_num_batched_tokens, 1, 1 << 20, "2048 is the default budget")
         _whole("max_num_seqs", self.max_num_seqs, 1, 1024, "8 rows is the default")
         _whole("long_prefill_token_threshold", self.long_prefill_token_threshold, 0, 1 << 20, "0 sets no limit")
+        if self.admission not in ADMISSIONS:
+            raise UnknownNameError(f"no admission is called {self.admission!r}; {nearest(self.admission, ADMISSIONS)}")
+        _number("watermark", self.watermark, 0.0, 0.9, "a share of the pool, such as 0.05")
+        if self.ttft_target_ms is not None:
+            _number("ttft_target_ms", self.ttft_target_ms, 0.0, 1e9, "milliseconds, such as 200, or None")
+        if self.cost is not None and not isinstance(self.cost, CostModel):
+            raise ConfigError(f"cost is {self.cost!r}; pass a CostModel(...), or None for the runner's own")
+        unsafe = [name for name, policy in PUBLICATION_POLICIES.items() if not is_safe(policy)]
+        if self.allow_unsafe and self.allow_unsafe not in (*unsafe, policy_name(self.publication)):
+            raise UnknownNameError(
+                f"allow_unsafe is {self.allow_unsafe!r}; it names an unsafe publication policy: {', '.join(unsafe)}"
+            )
         # Ask for each policy once, so that a wrong name is reported here and not in the engine.
-        for name in ("publication", "coordination", "release", "eviction", "prefix_index"):
+        for name in ("publication", "coordination", "release", "eviction", "prefix_index", "block_hash", "scheduling"):
             getattr(self, f"{name}_policy")
 
     @property
@@ -65,7 +96,10 @@ class EngineConfig:
     @property
     def coordination_policy(self) -> Callable[..., Coordinator]:
         """The class of the coordinator."""
-        return _resolve("coordination", self.coordination, COORDINATORS, "arrive", is_class=True)
+        found = _resolve("coordination", self.coordination, COORDINATORS, "arrive", is_class=True)
+        if found is WaitOrRecompute:
+            return WaitOrRecompute.choosing(cost=self.cost, ttft_target_ms=self.ttft_target_ms)
+        return found
 
     @property
     def release_policy(self) -> ReleasePolicy:
@@ -82,6 +116,21 @@ class EngineConfig:
         """The class of the prefix index."""
         return _resolve("prefix index", self.prefix_index, PREFIX_INDEXES, "longest_prefix", is_class=True)
 
+    @property
+    def block_hash_policy(self) -> BlockHasher:
+        """The object that hashes blocks."""
+        return _resolve("block hash", self.block_hash, BLOCK_HASHERS, "digest")
+
+    @property
+    def scheduling_policy(self) -> SchedulingPolicy:
+        """The scheduling policy object."""
+        return _resolve("scheduling policy", self.scheduling, SCHEDULING_POLICIES, "rank")
+
+    @property
+    def num_reserved_blocks(self) -> int:
+        """The watermark in blocks."""
+        return int(self.watermark * self.num_blocks)
+
     def replace(self, **changes: Any) -> EngineConfig:
         """Return a copy with some settings changed. Raises UnknownNameError for a setting that does not exist."""
         known = [field.name for field in dataclasses.fields(self)]
@@ -95,8 +144,11 @@ class EngineConfig:
         out: dict[str, Any] = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            plain = isinstance(value, (str, int))
-            out[field.name] = value if plain else policy_name(value)
+            if isinstance(value, CostModel):
+                out[field.name] = dataclasses.asdict(value)
+            else:
+                plain = value is None or isinstance(value, (str, int, float))
+                out[field.name] = value if plain else policy_name(value)
         return out
 
 
@@ -110,6 +162,11 @@ def policy_name(policy: object) -> str:
 def _whole(name: str, value: object, least: int, most: int, hint: str) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise ConfigError(f"{name} is {value!r}; it must be a whole number from {least} to {most:,} ({hint})")
+
+
+def _number(name: str, value: object, least: float, most: float, hint: str) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not least <= value <= most:
+        raise ConfigError(f"{name} is {value!r}; it must be a number from {least:g} to {most:g} ({hint})")
 
 
 def _resolve(what: str, given: Any, known: Mapping[str, _P], member: str, *, is_class: bool = False) -> _P:

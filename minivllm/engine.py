@@ -14,52 +14,32 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from minivllm import events as ev
-from minivllm.block_hash import make_extra_keys
+from minivllm.block_hash import BlockHash, MultimodalItem
+from minivllm.books import check_books, state_of
 from minivllm.config import EngineConfig, policy_name
+from minivllm.door import Door, Prepared, Submission, make_sampling
 from minivllm.errors import (
     ConfigError,
     DuplicateRequestError,
     EngineClosedError,
     EngineDeadError,
-    InvalidRequestError,
     InvariantError,
+    MiniVLLMError,
+    RowError,
     UnknownRequestError,
 )
-from minivllm.flights import Coordinator, LetGo, Role
-from minivllm.kv_cache_manager import KVCacheManager
+from minivllm.flights import Coordinator, LetGo, Outlook, Role
+from minivllm.kv_cache_manager import ComputedBlocks, KVCacheManager
 from minivllm.output import TextStream
-from minivllm.publication import Moment
-from minivllm.replay import BlockState, BlockView, FlightView, RequestView, State
+from minivllm.publication import Moment, is_safe
+from minivllm.replay import State
 from minivllm.request import Request, RequestState, Sampling
-from minivllm.scheduler import Scheduler
-from minivllm.step import Runner, ScheduledStep
-
-
-@dataclass(frozen=True, slots=True)
-class Submission:
-    """What a caller hands in: a prompt (text, or token ids) and what goes with it.
-
-    ``after`` = (request id, n) lets the request arrive when that other one has put its n-th output token out
-    (the first is 1), or has ended without. ``cache_salt`` keeps its blocks to those with the same salt.
-    """
-
-    prompt: str | Sequence[int]
-    sampling: Sampling = field(default_factory=Sampling)
-    request_id: str | None = None
-    cache_salt: str | None = None
-    after: tuple[str, int] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A checked submission: its request, and what the request waits for before it arrives."""
-
-    request: Request
-    after: tuple[str, int] | None
+from minivllm.scheduler import Scheduler, Verdict
+from minivllm.step import Runner, ScheduledRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +71,8 @@ class EngineCore:
             config.eviction_policy,
             self.log.append,
             enable_prefix_caching=config.enable_prefix_caching,
+            hasher=config.block_hash_policy,
+            check_token_ids=config.check_token_ids,
         )
         self.scheduler = Scheduler(
             self.manager,
@@ -98,15 +80,24 @@ class EngineCore:
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_num_seqs=config.max_num_seqs,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
+            admission=config.admission,
+            num_reserved_blocks=config.num_reserved_blocks,
+            adoption=config.adoption,
+            watcher=self,
         )
-        self.coordinator: Coordinator = config.coordination_policy(config.release_policy, self.log.append)
+        self.coordinator = self._make_coordinator(config)
+        self._check_is_safe(config)
         self.error: BaseException | None = None
         self._listener = listener or (lambda output: None)
         self._texts: dict[str, TextStream] = {}
         self._prefilled: set[str] = set()
         self._deferred: dict[str, list[tuple[int, Request]]] = {}
+        self._late_samples: dict[str, list[Request]] = {}  # further samples of requests that have not arrived yet
+        self._all_samples: dict[str, tuple[str, ...]] = {}
+        self._in_flight: set[str] = set()  # ids that the coordinator knows
+        self._in_step = False
         self._arrivals = itertools.count()
-        self._ids = itertools.count()
+        self._door = Door(config, runner)
         self._steps = itertools.count(1)
         self._closed = False
         runner.allocate(config.num_blocks, config.block_size)
@@ -120,8 +111,25 @@ class EngineCore:
                 policy_name(config.coordination_policy),
                 policy_name(config.release_policy),
                 runner.name,
+                policy_name(config.scheduling_policy),
+                config.block_hash_policy.name,
             )
         )
+
+    def _make_coordinator(self, config: EngineConfig) -> Coordinator:
+        coordinator = config.coordination_policy(config.release_policy, self.log.append)
+        if coordinator.cost is None:
+            coordinator.cost = getattr(self.runner, "cost", None)
+        return coordinator
+
+    def _check_is_safe(self, config: EngineConfig) -> None:
+        """Raise ConfigError for a policy that would let a real model read K/V that was never computed."""
+        name = policy_name(config.publication_policy)
+        if self.runner.is_real and not is_safe(config.publication_policy) and config.allow_unsafe != name:
+            raise ConfigError(
+                f"publication {name!r} lets requests read K/V that was never computed; it is for teaching, on the "
+                f'virtual model, or with allow_unsafe="{name}" on {self.runner.name!r}'
+            )
 
     # -- The door ------------------------------------------------------------------------------------------
 
@@ -133,17 +141,33 @@ class EngineCore:
         request_id: str | None = None,
         cache_salt: str | None = None,
         after: tuple[str, int] | None = None,
+        adapter: str | None = None,
+        multimodal: Sequence[MultimodalItem] = (),
+        priority: int = 0,
         **sampling_fields: Any,
     ) -> Request:
         """Hand one request in and return it. Fields of `Sampling` may be given by name instead.
 
-        Raises InvalidRequestError for one that can never run.
+        With ``n`` samples the first one's request is returned; `samples_of` names the others. Raises
+        InvalidRequestError for one that can never run.
         """
         chosen = make_sampling(sampling, sampling_fields)
-        return self.submit_batch([Submission(prompt, chosen, request_id, cache_salt, after)])[0]
+        submission = Submission(prompt, chosen, request_id, cache_salt, after, adapter, multimodal, priority)
+        return self.submit_batch([submission])[0]
+
+    def samples_of(self, request_id: str) -> tuple[str, ...]:
+        """Return the ids of all samples of a prompt, the first one first; only its own if there are no others.
+
+        Raises UnknownRequestError for an id that was never submitted.
+        """
+        self._known(request_id)
+        return self._all_samples.get(request_id, (request_id,))
 
     def submit_batch(self, submissions: Iterable[Submission]) -> list[Request]:
-        """Hand requests in together: all arrive before the next step, or, if one is refused, none does."""
+        """Hand requests in together: all arrive before the next step, or, if one is refused, none does.
+
+        Returns the first sample's request of each.
+        """
         requests = self.prepare(submissions)
         self.enter(requests)
         return [prepared.request for prepared in requests]
@@ -156,18 +180,7 @@ class EngineCore:
         EngineClosedError if nothing can be submitted any more.
         """
         self._check_open()
-        prepared: list[Prepared] = []
-        names: set[str] = set()
-        if isinstance(submissions, (str, Submission)) or not isinstance(submissions, Iterable):
-            raise InvalidRequestError(f"a batch is {submissions!r}; pass a list of Submission(...)")
-        for submission in submissions:
-            if not isinstance(submission, Submission):
-                raise InvalidRequestError(f"a batch holds {submission!r}; wrap each prompt: Submission(prompt)")
-            request = self._checked(submission, names, reserved)
-            # The trigger first: a request that waited for itself would never arrive.
-            prepared.append(Prepared(request, self._checked_trigger(submission.after, names, reserved)))
-            names.add(request.request_id)
-        return prepared
+        return self._door.prepare(submissions, lambda name: name in self.requests or name in reserved)
 
     def enter(self, batch: Iterable[Prepared]) -> None:
         """Let prepared requests in together: those without a trigger arrive now, in this order.
@@ -176,78 +189,23 @@ class EngineCore:
         """
         self._check_open()
         batch = list(batch)
-        for prepared in batch:
-            if prepared.request.request_id in self.requests:
+        for request in (request for prepared in batch for request in prepared.requests):
+            if request.request_id in self.requests:
                 raise DuplicateRequestError(
-                    f"request id {prepared.request.request_id!r} is in use; choose another or leave it out"
+                    f"request id {request.request_id!r} is in use; choose another or leave it out"
                 )
         for prepared in batch:
             request = prepared.request
-            self.requests[request.request_id] = request
+            for each in prepared.requests:
+                self.requests[each.request_id] = each
+            if prepared.samples:
+                self._late_samples[request.request_id] = list(prepared.samples)
+                names = tuple(each.request_id for each in prepared.requests)
+                self._all_samples.update(dict.fromkeys(names, names))
             if prepared.after is None:
                 self._arrive(request)
             else:
                 self._defer(request, *prepared.after)
-
-    def _checked(self, submission: Submission, names: set[str], reserved: Container[str]) -> Request:
-        """Return the request of a submission. Raises InvalidRequestError; changes nothing."""
-        prompt = submission.prompt
-        if isinstance(prompt, str):
-            tokens = tuple(self.runner.tokenizer.encode(checked_text(prompt)))
-        else:
-            tokens = _checked_tokens(prompt, self.runner.vocab_size)
-        if not tokens:
-            raise InvalidRequestError("the prompt is empty; give it at least one token")
-        if not isinstance(submission.sampling, Sampling):
-            raise InvalidRequestError(f"sampling is {submission.sampling!r}; pass a Sampling(...)")
-        most = submission.sampling.max_tokens
-        self._check_length(len(tokens), most)
-        salt = submission.cache_salt
-        if salt is not None and not isinstance(salt, str):
-            raise InvalidRequestError(f"cache_salt is {salt!r}; it must be a string, or None for no salt")
-
-        def in_use(name: str) -> bool:
-            return name in self.requests or name in names or name in reserved
-
-        name = submission.request_id
-        if name is None:
-            name = next(n for n in map("r{}".format, self._ids) if not in_use(n))
-        elif not isinstance(name, str) or not name:
-            raise InvalidRequestError(f"request_id is {name!r}; it must be a string of one character or more")
-        if in_use(name):
-            raise DuplicateRequestError(f"request id {name!r} is in use; choose another or leave it out")
-        return Request(name, tokens, submission.sampling, make_extra_keys(cache_salt=salt))
-
-    def _check_length(self, num_prompt: int, max_tokens: int) -> None:
-        limit = self.runner.max_model_len
-        if num_prompt + max_tokens > limit:
-            raise InvalidRequestError(
-                f"the prompt has {num_prompt:,} tokens and max_tokens is {max_tokens:,}, together more than the "
-                f"{limit:,} that model {self.runner.name!r} can hold; shorten the prompt or lower max_tokens"
-            )
-        # The token that comes out last needs no K/V: the request ends with it.
-        needed = self.manager.num_blocks_for(num_prompt + max_tokens - 1)
-        if needed > self.config.num_blocks:
-            room = self.config.num_blocks * self.config.block_size
-            raise InvalidRequestError(
-                f"the prompt has {num_prompt:,} tokens and max_tokens is {max_tokens:,}: that needs {needed:,} blocks, "
-                f"and the pool has {self.config.num_blocks:,} (room for {room:,} tokens); shorten the prompt, lower "
-                "max_tokens or raise num_blocks"
-            )
-
-    def _checked_trigger(
-        self, after: tuple[str, int] | None, names: set[str], reserved: Container[str]
-    ) -> tuple[str, int] | None:
-        if after is None:
-            return None
-        if not isinstance(after, (tuple, list)) or len(after) != 2 or not isinstance(after[0], str):
-            raise InvalidRequestError(f"after is {after!r}; give (request id, output token), such as ('r0', 1)")
-        other, count = after
-        if other not in self.requests and other not in names and other not in reserved:
-            raise UnknownRequestError(f"after names request {other!r}, which is not known; submit that one first")
-        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-            raise InvalidRequestError(f"after waits for output token {count!r}; the first output token is 1")
-        return other, count
 
     def _check_open(self) -> None:
         if self.error is not None:
@@ -260,8 +218,9 @@ class EngineCore:
     # -- Arrival -------------------------------------------------------------------------------------------
 
     def _defer(self, request: Request, other: str, count: int) -> None:
-        request.state = RequestState.DEFERRED
-        self.log.append(ev.RequestDeferred(request.request_id, other, count))
+        for each in (request, *self._late_samples.get(request.request_id, ())):
+            each.state = RequestState.DEFERRED
+            self.log.append(ev.RequestDeferred(each.request_id, other, count))
         self._deferred.setdefault(other, []).append((count, request))
         self._fire_triggers(self.requests[other])
 
@@ -278,11 +237,31 @@ class EngineCore:
         else:
             del self._deferred[other.request_id]
         for request in due:
-            request.move_to(RequestState.WAITING)
+            for each in (request, *self._late_samples.get(request.request_id, ())):
+                each.move_to(RequestState.WAITING)
             self._arrive(request)
 
     def _arrive(self, request: Request) -> None:
+        """A request comes in, with the further samples of its prompt: these are held until it is computed."""
+        samples = self._late_samples.pop(request.request_id, [])
+        self._enlist(request)
+        for sample in samples:
+            self._enlist(sample)
+            self.log.append(ev.SampleHeld(sample.request_id, request.request_id))
+            self.scheduler.hold(sample)
+        self.scheduler.expect_samples(request, samples)
+        self._meet_others(request)
+
+    def _meet_others(self, request: Request) -> None:
+        """Tell the coordinator of a request that stands in the waiting list."""
+        self._in_flight.add(request.request_id)
+        if self.coordinator.arrive(request) is Role.FOLLOWER:
+            self.scheduler.hold(request)
+
+    def _enlist(self, request: Request) -> None:
+        """Give a request its number and seed, and put it into the waiting list."""
         request.arrival = next(self._arrivals)
+        request.rank = self._rank(request)
         request.seed = request.sampling.seed if request.sampling.seed is not None else request.arrival
         self.log.append(
             ev.RequestArrived(
@@ -291,11 +270,20 @@ class EngineCore:
                 request.prompt_token_ids,
                 request.sampling.max_tokens,
                 request.extra_keys,
+                request.rank,
             )
         )
         self.scheduler.add(request)
-        if self.coordinator.arrive(request) is Role.FOLLOWER:
-            self.scheduler.hold(request)
+
+    def _rank(self, request: Request) -> int:
+        policy = self.config.scheduling_policy
+        rank = policy.rank(request)
+        if not isinstance(rank, int):
+            raise ConfigError(
+                f"scheduling policy {policy_name(policy)!r} gives request {request.request_id!r} rank {rank!r}; "
+                "it must return a whole number"
+            )
+        return rank
 
     # -- A step --------------------------------------------------------------------------------------------
 
@@ -316,8 +304,11 @@ class EngineCore:
         it is raised here as EngineDeadError.
         """
         self._check_open()
+        if self._in_step:
+            raise MiniVLLMError("a step is running; call step() again when it has ended")
         if not self.scheduler.has_work:
             return False
+        self._in_step = True
         try:
             self._run_step()
         except BaseException as error:
@@ -325,40 +316,141 @@ class EngineCore:
             if not isinstance(error, Exception):  # Ctrl-C is the caller's, not a fault to wrap
                 raise
             raise EngineDeadError(f"the engine stopped in step {self.log.step}: {_describe(error)}") from error
+        finally:
+            self._in_step = False
         return True
 
     def _run_step(self) -> None:
         self.log.step = next(self._steps)
         step = self.scheduler.schedule(self.log.step)
         drawn = self.runner.execute(step)
-        self._check_drawn(step, drawn)
-        for row in step.rows:
+        # A request that ended since it was scheduled is withdrawn: nothing of it counts as computed.
+        rows = [row for row in step.rows if not row.is_withdrawn]
+        self._check_drawn(rows, drawn)
+        for row in rows:
+            self._fail_non_finite(row, drawn)
+        rows = [row for row in rows if not row.is_withdrawn]
+        for row in rows:
             request = row.request
             request.num_computed_tokens += row.num_tokens
             self.log.append(ev.ChunkComputed(request.request_id, row.start, row.num_tokens, row.phase.value))
         # All K/V of the step is there: now, and not before, others may see it.
-        for row in step.rows:
-            self._publish(row.request, Moment.STEP_DONE)
+        for row in rows:
+            self._publish(row.request, Moment.STEP_DONE, row.request.num_computed_tokens)
             self._settle_prompt(row.request)
-        for row in step.rows:
+        for row in rows:
             if row.samples:
-                self._put_out(row.request, drawn[row.request_id])
+                self._put_out_all(row, drawn)
 
-    def _check_drawn(self, step: ScheduledStep, drawn: dict[str, int]) -> None:
-        expected = {row.request_id for row in step.rows if row.samples}
-        if drawn.keys() != expected:
+    def _check_drawn(self, rows: Sequence[ScheduledRow], drawn: dict[str, int | RowError]) -> None:
+        """Raise InvariantError unless there is one result for each request that draws."""
+        expected = {request.request_id for row in rows for request in row.sampled}
+        failed = {row.request_id for row in rows if isinstance(drawn.get(row.request_id), RowError)}
+        if drawn.keys() != expected | failed:
             raise InvariantError(f"the runner drew tokens for {sorted(drawn)}, not for {sorted(expected)}")
+        for name, token in drawn.items():
+            if isinstance(token, bool) or not isinstance(token, (int, RowError)):
+                raise InvariantError(f"the runner drew {token!r} for request {name!r}; a token id is a whole number")
 
-    def _publish(self, request: Request, moment: Moment) -> None:
+    def _fail_non_finite(self, row: ScheduledRow, drawn: dict[str, int | RowError]) -> None:
+        """End the requests of a row whose numbers came out as NaN or infinite. Nothing of the row is published.
+
+        All samples of a prompt hang on the same numbers. Those of the row that are held are failed first, so that
+        none takes the first one's place.
+        """
+        if not isinstance(drawn.get(row.request_id), RowError):
+            return
+        samples = self.scheduler.samples.get(row.request_id, ())
+        error = drawn[row.request_id]
+        assert isinstance(error, RowError)
+        for request in (*reversed(samples), row.request):
+            self._end(request, RequestState.FAILED, error=error)
+
+    def _put_out_all(self, row: ScheduledRow, drawn: dict[str, int | RowError]) -> None:
+        """Hand the drawn tokens out: of the request and, at the end of its prompt, of its further samples."""
+        samples = self.scheduler.fork(row.request)
+        for sample in samples:
+            self._prefilled.add(sample.request_id)
+            self.log.append(ev.PrefillFinished(sample.request_id))
+        for request in (row.request, *samples):
+            token = drawn[request.request_id]
+            assert isinstance(token, int)
+            self._put_out(request, token)
+
+    # -- While the scheduler makes a step: it asks and tells -----------------------------------------------
+
+    def may_admit(self, request: Request, computed: ComputedBlocks) -> Verdict:
+        """Ask the coordinator whether a waiting request may run, given what is published for it."""
+        if request.request_id not in self._in_flight or not self.config.enable_prefix_caching:
+            return Verdict.GO
+        manager, scheduler = self.manager, self.scheduler
+        outlook = Outlook(
+            hashes=manager.chain_hashes(request),
+            num_found=len(computed.block_ids),
+            num_usable=(request.num_tokens - 1) // manager.block_size,
+            block_size=manager.block_size,
+            chunk_limit=scheduler.chunk_limit,
+            budget=self.config.max_num_batched_tokens,
+            budget_left=scheduler.budget_left,
+        )
+        if self._publish_what_is_ready(outlook):
+            return Verdict.LOOK_AGAIN
+        return Verdict.GO if self.coordinator.may_admit(request, outlook) else Verdict.HOLD
+
+    def _publish_what_is_ready(self, outlook: Outlook) -> bool:
+        """Publish the next missing block if a leader has computed it and had nobody to publish it for until now."""
+        if outlook.num_found >= outlook.num_usable:
+            return False
+        block_hash = outlook.hashes[outlook.num_found]
+        leader_id = self.coordinator.who_computes(block_hash)
+        if leader_id is None:
+            return False
+        leader = self.requests[leader_id]
+        ready = min(leader.num_computed_tokens, leader.num_prompt_tokens)
+        if ready < (outlook.num_found + 1) * outlook.block_size:
+            return False
+        hashes = self.manager.publish(leader, ready)
+        self._tell_published(leader, hashes)
+        return block_hash in hashes and self.manager.index.get(block_hash) is not None
+
+    def admitted(self, request: Request) -> None:
+        """Tell the coordinator which prompt blocks the request is going to compute."""
+        if request.request_id in self._in_flight:
+            size = self.manager.block_size
+            first, last = request.num_computed_tokens // size, request.num_prompt_tokens // size
+            self.coordinator.admitted(request, self.manager.chain_hashes(request)[first:last])
+
+    def preempted(self, request: Request) -> None:
+        """Tell the coordinator that the request will not compute what it was about to."""
+        if request.request_id in self._in_flight:
+            self._let_go(self.coordinator.preempted(request.request_id))
+
+    def allocated(self, request: Request, num_tokens: int) -> None:
+        """Ask an unsafe policy whether others may see what is not computed yet."""
+        if not is_safe(self.config.publication_policy):
+            self._publish(request, Moment.ALLOCATED, num_tokens)
+
+    # -- After the forward pass ----------------------------------------------------------------------------
+
+    def _publish(self, request: Request, moment: Moment, num_tokens: int) -> None:
+        """Publish what the policy now shows of the request's first ``num_tokens`` tokens, and tell who waits."""
         policy = self.config.publication_policy
-        visible = policy.visible_tokens(request.num_computed_tokens, moment)
+        visible = policy.visible_tokens(num_tokens, moment)
         if not isinstance(visible, int) or visible < 0:
             raise ConfigError(
                 f"publication policy {policy_name(policy)!r} says that {visible!r} tokens may be visible; "
                 "it must return a whole number of 0 or more"
             )
+        if self.coordinator.wants_blocks(request.request_id):
+            visible = max(visible, min(request.num_computed_tokens, request.num_prompt_tokens))
         if visible:
-            self.manager.publish(request, min(visible, request.num_computed_tokens))
+            before = moment is Moment.ALLOCATED
+            hashes = self.manager.publish(request, min(visible, num_tokens), before_computed=before)
+            self._tell_published(request, hashes)
+
+    def _tell_published(self, request: Request, hashes: Sequence[BlockHash]) -> None:
+        if hashes:
+            self._let_go(self.coordinator.published(request.request_id, hashes))
 
     def _settle_prompt(self, request: Request) -> None:
         """Once, when all of the prompt has K/V: publish it if a flight wants it, and release the followers."""
@@ -368,7 +460,7 @@ class EngineCore:
         self._prefilled.add(name)
         self.log.append(ev.PrefillFinished(name))
         if self.coordinator.wants_prompt(name):
-            self.manager.publish(request, request.num_prompt_tokens)
+            self._tell_published(request, self.manager.publish(request, request.num_prompt_tokens))
             self._let_go(self.coordinator.prompt_published(name))
 
     def _put_out(self, request: Request, token_id: int) -> None:
@@ -410,7 +502,7 @@ class EngineCore:
         name = request.request_id
         had_arrived = request.state is not RequestState.DEFERRED
         if end is RequestState.FINISHED:
-            self._publish(request, Moment.FINISHED)
+            self._publish(request, Moment.FINISHED, request.num_computed_tokens)
         prompt_is_published = self.manager.prompt_is_published(request)
         self.scheduler.remove(request)
         request.move_to(end)
@@ -424,9 +516,11 @@ class EngineCore:
         else:
             request.finish_reason = "error"
             self.log.append(ev.RequestFailed(name, _describe(error) if error else "unknown"))
-        if had_arrived:
+        if name in self._in_flight:
+            self._in_flight.remove(name)
             self._let_go(self.coordinator.request_ended(name, end, prompt_is_published=prompt_is_published))
-        else:
+        self._leave_samples(request, had_arrived=had_arrived)
+        if not had_arrived:
             self._deferred = {
                 other: rest
                 for other, waiting in self._deferred.items()
@@ -438,6 +532,31 @@ class EngineCore:
         self._listener(Output(name, token_id, text, end, error))
         if self.error is None:
             self._fire_triggers(request)
+
+    def _leave_samples(self, request: Request, *, had_arrived: bool) -> None:
+        """A request ended: as a further sample it is expected no more; as the first one the next takes its place."""
+        name = request.request_id
+        groups = self.scheduler.samples if had_arrived else self._late_samples
+        first_of = next((i for i in self._all_samples.get(name, ()) if request in groups.get(i, ())), None)
+        if first_of is not None:
+            groups[first_of].remove(request)
+            if not groups[first_of]:
+                del groups[first_of]
+        elif name in groups and self.error is None:  # else all are ending, each by itself
+            heir, *rest = groups.pop(name)
+            if not had_arrived:
+                self._inherit_trigger(request, heir)
+                self._late_samples.update({heir.request_id: rest} if rest else {})
+                return
+            self.log.append(ev.SampleLeads(name, heir.request_id))
+            self.scheduler.release([heir.request_id])
+            self.scheduler.expect_samples(heir, rest)
+            self._meet_others(heir)
+
+    def _inherit_trigger(self, request: Request, heir: Request) -> None:
+        """Let another sample arrive in the stead of a request that ended before it arrived."""
+        for waiting in self._deferred.values():
+            waiting[:] = [(count, heir if r is request else r) for count, r in waiting]
 
     def _let_go(self, let_go: LetGo) -> None:
         self.scheduler.release(let_go.request_ids)
@@ -454,15 +573,19 @@ class EngineCore:
         return self._end_early(request_id, RequestState.FAILED, error)
 
     def _end_early(self, request_id: str, end: RequestState, error: BaseException | None) -> bool:
+        request = self._known(request_id)
+        if request.state.is_ended:
+            return False
+        self._end(request, end, error=error)
+        return True
+
+    def _known(self, request_id: str) -> Request:
         request = self.requests.get(request_id)
         if request is None:
             raise UnknownRequestError(
                 f"no request is called {request_id!r}; ask with an id that submit() returned on this engine"
             )
-        if request.state.is_ended:
-            return False
-        self._end(request, end, error=error)
-        return True
+        return request
 
     def die(self, error: BaseException) -> None:
         """The engine ends on an error: the step, if one runs, is withdrawn, and nothing of it is published.
@@ -498,9 +621,15 @@ class EngineCore:
             count += 1
         return count
 
-    def reset_cache(self) -> bool:
-        """Forget every published block. Returns False, with nothing changed, while a block is in use."""
+    def reset_cache(self, *, abort_running: bool = False) -> bool:
+        """Forget every published block. Returns False, with nothing changed, while a block is in use.
+
+        With ``abort_running`` the requests that hold blocks are aborted first; those that wait go on waiting.
+        """
         self._check_open()
+        if abort_running:
+            while self.scheduler.running:
+                self.abort(self.scheduler.running[-1].request_id)
         return self.manager.reset()
 
     def set_policies(self, *, publication: Any = None, coordination: Any = None, release: Any = None) -> None:
@@ -513,7 +642,8 @@ class EngineCore:
             raise ConfigError("policies can change only while no request is in the engine; wait or abort them")
         given = {"publication": publication, "coordination": coordination, "release": release}
         config = self.config.replace(**{k: v for k, v in given.items() if v is not None})
-        coordinator = config.coordination_policy(config.release_policy, self.log.append)  # may raise: nothing changed
+        self._check_is_safe(config)
+        coordinator = self._make_coordinator(config)  # may raise: nothing changed
         self.config, self.coordinator = config, coordinator
         self.log.append(
             ev.PoliciesChanged(
@@ -539,118 +669,11 @@ class EngineCore:
 
     def state(self) -> State:
         """Return the engine's own state, from its own objects: what replaying the log must give."""
-        manager, coordinator = self.manager, self.coordinator
-        blocks = {}
-        for block in manager.pool.blocks:
-            if block.block_hash is not None:
-                kind = BlockState.PUBLISHED
-            else:
-                kind = BlockState.OWNED if block.ref_count else BlockState.FREE
-            name = block.block_hash.hex() if block.block_hash is not None else ""
-            blocks[block.block_id] = BlockView(kind, block.ref_count, name)
-        state = State(blocks)
-        state.free_queue.update((block.block_id, None) for block in manager.pool.free_queue)
-        state.prefix_index = {block_hash.hex(): block_id for block_hash, block_id in manager.index.items()}
-        for name, request in self.requests.items():
-            state.requests[name] = RequestView(
-                request.state,
-                request.arrival,
-                request.num_prompt_tokens if request.arrival >= 0 else 0,
-                request.num_computed_tokens,
-                request.num_recovered_tokens,
-                request.num_preemptions,
-                list(request.output_token_ids),
-                list(manager.block_ids(name)),
-            )
-        state.waiting = [request.request_id for request in self.scheduler.waiting]
-        state.running = [request.request_id for request in self.scheduler.running]
-        state.flights = {
-            number: FlightView(flight.leader_id, list(flight.followers))
-            for number, flight in coordinator.flights.items()
-        }
-        state.released_request_ids = set(coordinator.released_request_ids)
-        return state
+        return state_of(self)
 
     def check_invariants(self) -> None:
         """Raise InvariantError if any of the books is wrong. Between steps only."""
-        self.manager.check_invariants()
-        self.coordinator.check_invariants()
-        scheduler = self.scheduler
-        lists = {
-            RequestState.WAITING: {r.request_id for r in scheduler.waiting if r.state is RequestState.WAITING},
-            RequestState.PREEMPTED: {r.request_id for r in scheduler.waiting if r.state is RequestState.PREEMPTED},
-            RequestState.RUNNING: {r.request_id for r in scheduler.running},
-            RequestState.HELD: set(scheduler.held),
-        }
-        for state, listed in lists.items():
-            actual = {name for name, r in self.requests.items() if r.state is state}
-            if actual != listed:
-                raise InvariantError(f"{state.value} requests are {sorted(actual)}, listed are {sorted(listed)}")
-        if len(scheduler.waiting) != len(lists[RequestState.WAITING]) + len(lists[RequestState.PREEMPTED]):
-            raise InvariantError("the waiting list holds a request twice, or one that does not wait")
-        if len(scheduler.running) > self.config.max_num_seqs:
-            raise InvariantError(f"{len(scheduler.running)} rows run; the limit is {self.config.max_num_seqs}")
-        followers = {name for flight in self.coordinator.flights.values() for name in flight.followers}
-        if followers != set(scheduler.held):
-            raise InvariantError(f"held are {sorted(scheduler.held)}, followers are {sorted(followers)}")
-        if followers and not scheduler.has_work:
-            raise InvariantError(f"requests {sorted(followers)} wait for a leader that is nowhere")
-        for name, request in self.requests.items():
-            held = len(self.manager.block_ids(name))
-            if request.state is not RequestState.RUNNING and held:
-                raise InvariantError(f"request {name!r} is {request.state.value} and holds {held} blocks")
-            if request.state is RequestState.RUNNING:
-                if held != self.manager.num_blocks_for(request.num_computed_tokens):
-                    raise InvariantError(
-                        f"request {name!r} has {request.num_computed_tokens} tokens computed in {held} blocks"
-                    )
-                if request.num_uncomputed_tokens < 1:
-                    raise InvariantError(f"request {name!r} runs and has nothing left to compute")
-
-
-def make_sampling(sampling: Sampling | None, fields: dict[str, Any]) -> Sampling:
-    """Return ``sampling``, or a Sampling of the fields given by name. Raises InvalidRequestError for both."""
-    if not fields:
-        return sampling if sampling is not None else Sampling()
-    if sampling is not None:
-        raise InvalidRequestError(f"pass either sampling= or {', '.join(fields)}, not both")
-    try:
-        return Sampling(**fields)
-    except TypeError as error:
-        raise InvalidRequestError(
-            f"{error}; sampling has max_tokens, temperature, top_p, top_k, seed, stop and ignore_eos"
-        ) from None
-
-
-def checked_text(prompt: str) -> str:
-    """Return the prompt. Raises InvalidRequestError for half a surrogate pair, which no tokenizer can encode."""
-    try:
-        prompt.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidRequestError(
-            f"character {error.start} of the prompt is half of a surrogate pair; remove it, it stands for no text"
-        ) from None
-    return prompt
-
-
-def _checked_tokens(prompt: object, vocab_size: int) -> tuple[int, ...]:
-    """Return token ids as whole numbers of the vocabulary. Raises InvalidRequestError."""
-    if isinstance(prompt, (bytes, bytearray)) or not isinstance(prompt, Iterable):
-        raise InvalidRequestError(f"the prompt is a {type(prompt).__name__}; give a string or a list of token ids")
-    tokens = []
-    for place, item in enumerate(prompt):
-        try:
-            if isinstance(item, (bool, str, float)):
-                raise TypeError
-            token = int(item)
-        except (TypeError, ValueError):
-            raise InvalidRequestError(f"token {place} of the prompt is {item!r}; token ids are whole numbers") from None
-        if not 0 <= token < vocab_size:
-            raise InvalidRequestError(
-                f"token {place} of the prompt is {token}; the vocabulary has ids 0 to {vocab_size - 1}"
-            )
-        tokens.append(token)
-    return tuple(tokens)
+        check_books(self)
 
 
 def _describe(error: BaseException) -> str:

@@ -20,15 +20,17 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import AsyncIterator, Callable, Container, Generator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from minivllm.block_hash import MultimodalItem
 from minivllm.config import EngineConfig
 from minivllm.cpu_blas import make_fast
-from minivllm.engine import EngineCore, Output, Prepared, Submission, checked_text, make_sampling
+from minivllm.door import Prepared, Submission, checked_text, make_sampling
+from minivllm.engine import EngineCore, Output
 from minivllm.errors import (
     ConfigError,
     EngineClosedError,
@@ -79,11 +81,16 @@ class RequestResult:
 
 
 class Handle:
-    """A caller's end of one request. Iterate it for tokens as they come, or ask for `result()`."""
+    """A caller's end of one request. Iterate it for tokens as they come, or ask for `result()`.
+
+    A prompt with several samples has a handle for each, and ``samples`` of each holds them all; `submit` returns the
+    first. Each is awaited and aborted by itself.
+    """
 
     def __init__(self, request_id: str, prompt_token_ids: tuple[int, ...], owner: _Worker) -> None:
         self.request_id = request_id
         self.prompt_token_ids = prompt_token_ids
+        self.samples: tuple[Handle, ...] = (self,)
         self._owner = owner
         self._changed = threading.Condition()
         self._tokens: list[Token] = []
@@ -440,6 +447,7 @@ class Engine:
     ``model`` is "smollm2", "tiny", "virtual", a hub name or a folder. Settings are an `EngineConfig`, or its
     fields by name. ``runner`` is a function that makes a runner on the engine's thread, in place of a model.
     ``progress`` hears how far the model's download is; without it, a long one is told on standard error.
+    ``adapters`` are LoRA adapters for the model, by name and folder: ``submit(prompt, adapter=name)`` uses one.
 
     Running the notebook cell that made an engine again closes the old one. Raises ModelError, ConfigError or
     UnknownNameError if it cannot start.
@@ -452,6 +460,7 @@ class Engine:
         *,
         runner: Callable[[], Runner] | None = None,
         progress: Progress | None = None,
+        adapters: Mapping[str, str | os.PathLike[str]] | None = None,
         **config_fields: Any,
     ) -> None:
         if not isinstance(model, (str, os.PathLike)):
@@ -459,10 +468,12 @@ class Engine:
         model = os.fspath(model)
         if config is not None and not isinstance(config, EngineConfig):
             raise ConfigError(f"config is {config!r}; pass an EngineConfig(...)")
+        if runner is not None and adapters:
+            raise ConfigError("adapters were given beside a runner; let the function that makes the runner load them")
         self.config = (config or EngineConfig()).replace(**config_fields)
         _engines.close_earlier()
         report = _Report() if progress is None else None
-        make_runner = runner or runner_factory(model, progress or report)
+        make_runner = runner or runner_factory(model, progress or report, adapters)
         self._worker = _Worker(make_runner, self.config)
         _workers.add(self._worker)
         self._finalizer = weakref.finalize(self, self._worker.stop)
@@ -491,23 +502,38 @@ class Engine:
         request_id: str | None = None,
         cache_salt: str | None = None,
         after: tuple[str, int] | None = None,
+        adapter: str | None = None,
+        multimodal: Sequence[MultimodalItem] = (),
+        priority: int = 0,
         **sampling_fields: Any,
     ) -> Handle:
         """Hand a prompt in (text or token ids) and return its handle at once.
 
-        Fields of `Sampling` may be given by name: ``engine.submit(prompt, max_tokens=8, temperature=0.7)``.
-        Raises InvalidRequestError for a request that can never run.
+        Fields of `Sampling` may be given by name: ``engine.submit(prompt, max_tokens=8, temperature=0.7)``. With
+        ``n`` samples this is the handle of the first one, and its ``samples`` are all of them. Raises
+        InvalidRequestError for a request that can never run.
         """
         chosen = make_sampling(sampling, sampling_fields)
-        return self.submit_batch([Submission(prompt, chosen, request_id, cache_salt, after)])[0]
+        submission = Submission(prompt, chosen, request_id, cache_salt, after, adapter, multimodal, priority)
+        return self.submit_batch([submission])[0]
 
     def submit_batch(self, submissions: Iterable[Submission]) -> list[Handle]:
-        """Hand several in together: all arrive before the same step, or, if one is refused, none does."""
+        """Hand several in together: all arrive before the same step, or, if one is refused, none does.
+
+        Returns the first sample's handle of each.
+        """
         worker = self._worker
         with self._submitting:
             # Refusals come from here, on the caller's thread: a request that cannot run never reaches the engine.
             batch = self._core.prepare(submissions, worker.handles)
-            handles = [Handle(p.request.request_id, p.request.prompt_token_ids, worker) for p in batch]
+            first_handles: list[Handle] = []
+            handles: list[Handle] = []
+            for prepared in batch:
+                group = tuple(Handle(r.request_id, r.prompt_token_ids, worker) for r in prepared.requests)
+                for handle in group:
+                    handle.samples = group
+                first_handles.append(group[0])
+                handles.extend(group)
             for handle in handles:
                 worker.handles[handle.request_id] = handle
             try:
@@ -516,7 +542,7 @@ class Engine:
                 for handle in handles:
                     worker.handles.pop(handle.request_id, None)
                 raise
-        return handles
+        return first_handles
 
     def chat(self, message: str, **fields: Any) -> Handle:
         """Submit a user's message in the model's chat template (as it is, if the model has none)."""
@@ -543,9 +569,12 @@ class Engine:
         """Raise InvariantError if the engine's books are wrong."""
         self._worker.call(lambda core: core.check_invariants())
 
-    def reset_cache(self) -> bool:
-        """Forget every published block. Returns False, with nothing changed, while a block is in use."""
-        return self._worker.call(lambda core: core.reset_cache())
+    def reset_cache(self, *, abort_running: bool = False) -> bool:
+        """Forget every published block. Returns False, with nothing changed, while a block is in use.
+
+        With ``abort_running`` the requests that hold blocks are aborted first; those that wait go on waiting.
+        """
+        return self._worker.call(lambda core: core.reset_cache(abort_running=abort_running))
 
     def set_policies(self, *, publication: Any = None, coordination: Any = None, release: Any = None) -> None:
         """Go on under other policies. Raises ConfigError while a request is in the engine."""
@@ -634,17 +663,24 @@ def chat_tokens(tokenizer: Any, message: str) -> list[int]:
     return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
 
 
-def runner_factory(model: str, progress: Progress | None = None) -> Callable[[], Runner]:
-    """Return the function that makes the runner of a model, to be called on the thread that will use it."""
+def runner_factory(
+    model: str, progress: Progress | None = None, adapters: Mapping[str, str | os.PathLike[str]] | None = None
+) -> Callable[[], Runner]:
+    """Return the function that makes the runner of a model, to be called on the thread that will use it.
+
+    ``adapters`` are folders by name. The virtual model reads none of them and takes their names.
+    """
+    if adapters is not None and not isinstance(adapters, Mapping):
+        raise ConfigError(f"adapters is {adapters!r}; give a folder for each name, such as {{'law': 'adapters/law'}}")
     if model == "virtual":
         from minivllm.runners.virtual import VirtualRunner
 
-        return lambda: VirtualRunner()
+        return lambda: VirtualRunner(adapters=adapters or None)
 
     def load() -> Runner:
         from minivllm.runners.mlx import MLXRunner
 
-        return MLXRunner.load(model, progress=progress)
+        return MLXRunner.load(model, progress=progress, adapters=adapters)
 
     return load
 

@@ -38,6 +38,10 @@ class RequestFailedError(MiniVLLMError, RuntimeError):
     """One request ended on an error; the engine goes on. ``__cause__`` holds the error."""
 
 
+class RowError(MiniVLLMError, ArithmeticError):
+    """A row of a step that came out as NaN or infinite: its request fails, the others go on."""
+
+
 class OutOfBlocksError(MiniVLLMError, RuntimeError):
     """More blocks were asked for than are free. The pool was not changed."""
 

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar, overload
 
+from minivllm.block_hash import ExtraKeys
+
 EVENT_KINDS: dict[str, type[Event]] = {}
 """Event classes by kind, for example ``"blocks_allocated"``: filled as the classes below are made."""
 
@@ -91,6 +93,8 @@ class EngineStarted(Event):
     coordination: str
     release: str
     runner: str
+    scheduling: str
+    block_hash: str
 
 
 @_register
@@ -147,15 +151,17 @@ class RequestDeferred(Event):
 class RequestArrived(Event):
     """A request came in; its clock (TTFT, completion) starts here.
 
-    ``arrival`` counts the requests that came, from 0. ``extra_keys`` are the tagged pairs that keep its blocks
-    apart from others, such as ``("cache_salt", "team-a")``.
+    ``arrival`` counts the requests that came, from 0. ``extra_keys`` are the tagged keys that keep its blocks
+    apart from others, such as ``("cache_salt", "team-a")``. The waiting list is in the order of ``rank``, within a
+    rank preempted requests first (the one preempted last at the head), then by arrival.
     """
 
     request_id: str
     arrival: int
     prompt_token_ids: tuple[int, ...]
     max_tokens: int
-    extra_keys: tuple[tuple[str, str], ...]
+    extra_keys: ExtraKeys
+    rank: int
 
 
 @_register
@@ -333,6 +339,130 @@ class BlocksFreed(Event):
     to_front: tuple[int, ...]
     to_back: tuple[int, ...]
     still_held: tuple[int, ...]
+
+
+@_register
+@dataclass(slots=True)
+class BlockCopied(Event):
+    """Copy on write: a sample was about to write into a block that other samples read.
+
+    Its block table has ``block_id``, popped from the free queue, in place of ``source_block_id`` from now on;
+    ``num_tokens`` tokens of K/V were copied. The source's count went down by one, and never to 0.
+    """
+
+    request_id: str
+    source_block_id: int
+    block_id: int
+    num_tokens: int
+
+
+@_register
+@dataclass(slots=True)
+class BlocksAdopted(Event):
+    """A running request found, in mid-prefill, blocks that others have published since, and took them.
+
+    They count as computed; each count went up by one, and those that were in the free queue left it.
+    """
+
+    request_id: str
+    block_ids: tuple[int, ...]
+    num_tokens: int
+
+
+@_register
+@dataclass(slots=True)
+class HashCollision(Event):
+    """A block was found by its hash and holds other tokens: with the check of token ids it is not served.
+
+    Without the check, ``request_id`` would have read the K/V of ``held_token_ids`` for its own ``token_ids``.
+    Tokens may be equal in the block itself when an earlier block of the chain differs.
+    """
+
+    request_id: str
+    block_id: int
+    block_hash: str
+    token_ids: tuple[int, ...]
+    held_token_ids: tuple[int, ...]
+
+
+# --- Samples of one prompt --------------------------------------------------------------------------------
+
+
+@_register
+@dataclass(slots=True)
+class SampleHeld(Event):
+    """A further sample of a prompt has arrived; it waits until ``first_id`` has computed the prompt for both."""
+
+    request_id: str
+    first_id: str
+
+
+@_register
+@dataclass(slots=True)
+class SampleLeads(Event):
+    """The first sample ended before the prompt was computed: the next one takes its place and may be admitted."""
+
+    from_id: str
+    to_id: str
+
+
+@_register
+@dataclass(slots=True)
+class SamplesForked(Event):
+    """The prompt is computed: each further sample runs now, on the same blocks.
+
+    Each of ``sample_ids`` took the block table of ``request_id``, which is ``block_ids``: every count went up by
+    one per sample.
+    """
+
+    request_id: str
+    sample_ids: tuple[str, ...]
+    block_ids: tuple[int, ...]
+
+
+# --- Shared prefixes --------------------------------------------------------------------------------------
+
+
+@_register
+@dataclass(slots=True)
+class PrefixAwaited(Event):
+    """A request is held because its next missing block is being computed by ``leader_id``.
+
+    Written again when it goes on to wait for a later block, or behind another request. ``wait_ms`` and
+    ``recompute_ms`` are the times to its first token that were predicted, where a policy predicts them.
+    """
+
+    request_id: str
+    leader_id: str
+    block_index: int
+    block_hash: str
+    wait_ms: float | None
+    recompute_ms: float | None
+
+
+@_register
+@dataclass(slots=True)
+class PrefixReleased(Event):
+    """Held requests may be admitted: nobody computes their next missing block any more.
+
+    ``reason`` is "published", or what became of ``leader_id``: "ended" or "preempted".
+    """
+
+    request_ids: tuple[str, ...]
+    leader_id: str
+    reason: str
+
+
+@_register
+@dataclass(slots=True)
+class RecomputeChosen(Event):
+    """A request computes what ``leader_id`` is computing as well, because that is sooner than waiting for it."""
+
+    request_id: str
+    leader_id: str
+    block_index: int
+    wait_ms: float
+    recompute_ms: float
 
 
 # --- Flights ----------------------------------------------------------------------------------------------

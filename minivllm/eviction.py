@@ -44,10 +44,10 @@ class LRU:
 
     def place(self, freed: Sequence[Block]) -> Placement:
         """Split by whether the block has a hash, keeping the order."""
-        return Placement(
-            to_front=[block for block in freed if block.block_hash is None],
-            to_back=[block for block in freed if block.block_hash is not None],
-        )
+        placement = Placement([], [])
+        for block in freed:
+            (placement.to_front if block.block_hash is None else placement.to_back).append(block)
+        return placement
 
 
 class MRU:

@@ -1,8 +1,9 @@
 """Figures, computed from the log and from nothing else.
 
-Tokens are counted once, when a request is admitted; what a preempted request finds of its own work is counted
-apart. Times are the engine's clock: TTFT is from arrival to the first output token, TPOT the mean time between
-output tokens after that, completion from arrival to the end. Knows events; must not look into the engine.
+Tokens are counted once, when a request is admitted; what a preempted request finds of its own work, and what a
+running one adopts in mid-prefill, is counted apart. Times are the engine's clock: TTFT is from arrival to the first
+output token, TPOT the mean time between output tokens after that, completion from arrival to the end. Knows events;
+must not look into the engine.
 """
 
 from __future__ import annotations
@@ -21,9 +22,13 @@ class RequestMetrics:
     """One request's figures. Times are milliseconds on the engine's clock, None while they have not come.
 
     ``recovered_tokens`` are prompt tokens taken from the cache at the first admission;
+    ``adopted_tokens`` were taken afterwards, in mid-prefill, when others had published them meanwhile.
     ``resumed_recovered_tokens`` is what it found again after preemptions. ``computed_tokens`` counts every
-    token whose K/V it computed, those computed again included. ``role`` is "independent", "leader" or
-    "follower"; a follower that a leader handed over to is a leader.
+    token whose K/V it computed, those computed again included.
+
+    ``role`` is "independent", "leader", "follower", "held" (waited for a shared prefix; who computed it is a leader)
+    or "sample" (runs on the blocks of the first sample, so it neither asks nor computes). Who is handed over to has
+    the role of the one before: a follower becomes a leader, a sample the first one, "independent".
     """
 
     request_id: str
@@ -31,6 +36,7 @@ class RequestMetrics:
     prompt_tokens: int = 0
     queried_tokens: int = 0
     recovered_tokens: int = 0
+    adopted_tokens: int = 0
     resumed_recovered_tokens: int = 0
     computed_tokens: int = 0
     duplicated_blocks: int = 0
@@ -159,6 +165,16 @@ class Metrics:
                 self._request(name).role = "leader"
             case ev.FlightJoined(request_id=name):
                 self._request(name).role = "follower"
+            case ev.SampleHeld(request_id=name):
+                self._request(name).role = "sample"
+            case ev.SampleLeads(to_id=name):
+                self._request(name).role = "independent"
+            case ev.PrefixAwaited(request_id=name, leader_id=leader):
+                self._request(name).role = "held"
+                if self._request(leader).role == "independent":
+                    self._request(leader).role = "leader"
+            case ev.BlocksAdopted(request_id=name, num_tokens=count):
+                self._request(name).adopted_tokens += count
             case ev.BlocksDuplicated(request_id=name, block_ids=block_ids):
                 self._request(name).duplicated_blocks += len(block_ids)
             case ev.BlocksEvicted(block_ids=block_ids):
@@ -176,6 +192,11 @@ class Metrics:
     def recovered_tokens(self) -> int:
         """Prompt tokens taken from the cache, over all requests."""
         return sum(request.recovered_tokens for request in self.requests.values())
+
+    @property
+    def adopted_tokens(self) -> int:
+        """Tokens taken from others in mid-prefill, over all requests."""
+        return sum(request.adopted_tokens for request in self.requests.values())
 
     @property
     def queried_tokens(self) -> int:
@@ -205,16 +226,23 @@ class Metrics:
 
     # -- Tables --------------------------------------------------------------------------------------------
 
-    COLUMNS = ("request", "role", "prompt", "recovered", "output", "TTFT ms", "completion ms", "end")
+    COLUMNS = ("request", "role", "prompt", "recovered", "adopted", "output", "TTFT ms", "completion ms", "end")
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Heads of the table: ``COLUMNS``, without "adopted" while nothing was."""
+        return self.COLUMNS if self.adopted_tokens else tuple(name for name in self.COLUMNS if name != "adopted")
 
     def rows(self) -> list[tuple[str, ...]]:
-        """Return the table's cells as text, one row a request."""
+        """Return the table's cells as text, one row a request, one cell for each of `columns`."""
+        with_adopted = bool(self.adopted_tokens)
         return [
             (
                 r.request_id,
                 r.role,
                 str(r.prompt_tokens),
                 str(r.recovered_tokens),
+                *([str(r.adopted_tokens)] if with_adopted else []),
                 str(r.output_tokens),
                 _ms(r.ttft_ms),
                 _ms(r.completion_ms),
@@ -229,6 +257,7 @@ class Metrics:
             "num_steps": self.num_steps,
             "queried_tokens": self.queried_tokens,
             "recovered_tokens": self.recovered_tokens,
+            "adopted_tokens": self.adopted_tokens,
             "computed_tokens": self.computed_tokens,
             "duplicated_blocks": self.duplicated_blocks,
             "evicted_blocks": self.evicted_blocks,
@@ -238,14 +267,15 @@ class Metrics:
         }
 
     def _summary(self) -> str:
+        adopted = f"{self.adopted_tokens} adopted, " if self.adopted_tokens else ""
         return (
-            f"{self.recovered_tokens} of {self.queried_tokens} prompt tokens recovered, "
+            f"{self.recovered_tokens} of {self.queried_tokens} prompt tokens recovered, {adopted}"
             f"{self.computed_tokens} computed in {self.num_steps} steps, {self.duplicated_blocks} blocks duplicated"
         )
 
     def __repr__(self) -> str:
-        table = [self.COLUMNS, *self.rows()]
-        widths = [max(len(row[i]) for row in table) for i in range(len(self.COLUMNS))]
+        table = [self.columns, *self.rows()]
+        widths = [max(len(row[i]) for row in table) for i in range(len(self.columns))]
         lines = [
             "  ".join(
                 cell.ljust(width) if i in (0, 1, len(widths) - 1) else cell.rjust(width)
@@ -256,7 +286,7 @@ class Metrics:
         return "\n".join([*lines, self._summary()])
 
     def _repr_html_(self) -> str:
-        head = "".join(f"<th>{escape(name)}</th>" for name in self.COLUMNS)
+        head = "".join(f"<th>{escape(name)}</th>" for name in self.columns)
         body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in self.rows())
         return (
             f"<table><caption>{escape(self._summary())}</caption>"

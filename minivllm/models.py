@@ -177,7 +177,7 @@ def _kind_of(name: str) -> str:
 def _load_smollm2(path: Path) -> LoadedModel:
     import mlx.core as mx
 
-    loaded = load_gguf(path, dtype=mx.float32 if _on_cpu() else mx.float16)
+    loaded = load_gguf(path, dtype=mx.float32 if on_cpu() else mx.float16)
     return _measure("smollm2", loaded.model, loaded.tokenizer, loaded.max_model_len)
 
 
@@ -275,15 +275,15 @@ def _load_folder(name: str, folder: Path) -> LoadedModel:
             str(folder), lazy=True, return_config=True, tokenizer_config={"trust_remote_code": False}
         )
     except Exception as error:  # whatever mlx-lm, transformers or the file raise, the caller gets one kind
-        raise ModelError(f"mlx-lm cannot load model {name!r} ({_one_line(error)}); choose another model.") from error
+        raise ModelError(f"mlx-lm cannot load model {name!r} ({one_line(error)}); choose another model.") from error
     _refuse_unless_dense(name, model)
     try:
-        if _on_cpu():
+        if on_cpu():
             _to_fp32(model)
         mx.eval(model.parameters())
     except (RuntimeError, ValueError) as error:
         raise ModelError(
-            f"the weights of model {name!r} cannot be read ({_one_line(error)}); fetch the model again."
+            f"the weights of model {name!r} cannot be read ({one_line(error)}); fetch the model again."
         ) from error
     return _measure(name, model, tokenizer, _max_model_len(config))
 
@@ -296,21 +296,21 @@ def _check_files(name: str, folder: Path) -> None:
     try:
         json.loads(config.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ModelError(f"{config} cannot be read ({_one_line(error)}); fetch model {name!r} again.") from error
+        raise ModelError(f"{config} cannot be read ({one_line(error)}); fetch model {name!r} again.") from error
     weight_files = {path.name for path in folder.glob("model*.safetensors")}
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
             weight_files |= set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         except (OSError, ValueError, KeyError, AttributeError) as error:
-            raise ModelError(f"{index} cannot be read ({_one_line(error)}); fetch model {name!r} again.") from error
+            raise ModelError(f"{index} cannot be read ({one_line(error)}); fetch model {name!r} again.") from error
     if not weight_files:
         raise ModelError(f"{folder} holds no model*.safetensors; give a model in mlx-lm's format.")
     for file_name in sorted(weight_files):
-        _check_safetensors(folder / file_name)
+        check_safetensors(folder / file_name)
 
 
-def _check_safetensors(path: Path) -> None:
+def check_safetensors(path: Path, what: str = "the model") -> None:
     """Raise ModelError if the file is shorter than its own header says (format: huggingface/safetensors)."""
     try:
         size_bytes = path.stat().st_size
@@ -320,12 +320,12 @@ def _check_safetensors(path: Path) -> None:
         ends = [entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"]
         expected_bytes = 8 + header_bytes + max(ends, default=0)
     except OSError as error:
-        raise ModelError(f"{path} cannot be read ({error.strerror}); fetch the model again.") from error
+        raise ModelError(f"{path} cannot be read ({error.strerror}); fetch {what} again.") from error
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, struct.error) as error:
-        raise ModelError(f"{path} is not a whole safetensors file; fetch the model again.") from error
+        raise ModelError(f"{path} is not a whole safetensors file; fetch {what} again.") from error
     if size_bytes < expected_bytes:
         raise ModelError(
-            f"{path} is cut off ({size_bytes} of {expected_bytes} bytes are there); fetch the model again."
+            f"{path} is cut off ({size_bytes} of {expected_bytes} bytes are there); fetch {what} again."
         )
 
 
@@ -414,7 +414,7 @@ def _measure(name: str, model: Module, tokenizer: TokenizerWrapper, max_model_le
         mx.eval(logits)
         shapes = {(tuple(half.shape), half.dtype) for cache in caches for half in (cache.keys, cache.values)}
     except Exception as error:  # the model's own code: anything can come out of it
-        raise ModelError(f"model {name!r} fails on one token ({_one_line(error)}); choose another model.") from error
+        raise ModelError(f"model {name!r} fails on one token ({one_line(error)}); choose another model.") from error
     if len(shapes) != 1:
         raise ModelError(
             f"model {name!r} has keys and values of {len(shapes)} different shapes where this engine's K/V "
@@ -438,7 +438,8 @@ def _measure(name: str, model: Module, tokenizer: TokenizerWrapper, max_model_le
     return loaded
 
 
-def _on_cpu() -> bool:
+def on_cpu() -> bool:
+    """Whether MLX computes on the CPU, where all weights are fp32."""
     import mlx.core as mx
 
     return mx.default_device().type == mx.DeviceType.cpu
@@ -497,7 +498,7 @@ def _fetch_from_hub(name: str, progress: Progress | None) -> Path:
         ) from error
     except Exception as error:  # many kinds of HTTP and disk errors
         raise ModelError(
-            f"model {name!r} cannot be fetched from the hub ({_one_line(error)}); try again, or use smollm2 or tiny."
+            f"model {name!r} cannot be fetched from the hub ({one_line(error)}); try again, or use smollm2 or tiny."
         ) from error
     return Path(folder)
 
@@ -512,7 +513,7 @@ class _Nowhere:
         """Nothing is kept, so nothing is flushed."""
 
 
-def _one_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     """Return the first line of an error's text, or its class where it has none."""
     lines = str(error).strip().splitlines()
     return lines[0].rstrip(".") if lines else type(error).__name__

@@ -84,6 +84,7 @@ class RaceResult:
                     "role": request.role,
                     "prompt_tokens": request.prompt_tokens,
                     "recovered_tokens": request.recovered_tokens,
+                    "adopted_tokens": request.adopted_tokens,
                     "output_tokens": request.output_tokens,
                     "output_token_ids": list(request.output_token_ids),
                     "ttft_ms": _rounded(request.ttft_ms),
@@ -218,7 +219,7 @@ def _enter(race: Race, core: EngineCore, reserved: Container[str]) -> tuple[int,
         core.reset_cache()
     start = len(core.log) if len(core.log) > 1 else 0  # an engine that has done nothing yet gives all of it
     core.enter(batch)
-    return start, [prepared.request.request_id for prepared in batch]
+    return start, [request.request_id for prepared in batch for request in prepared.requests]
 
 
 def _part_of_log(core: EngineCore, start: int) -> list[ev.Event]:
@@ -272,9 +273,13 @@ def race_heading(race: Race, config: EngineConfig, model: str) -> str:
         what = f"{race.num_requests} identical requests of {shared:,} tokens"
     else:
         what = f"{race.num_requests} requests of {race.prompt_tokens:,} tokens, the first {shared:,} shared"
+    if race.samples > 1:
+        what += f", {race.samples} samples of each"
     coordination = config.as_dict()["coordination"]
-    if coordination != "independent":
+    if coordination == "single-flight":
         coordination += f", released {config.release_policy.name}"
+    if config.adoption:
+        coordination += ", with adoption"
     return (
         f"{what}, {race.max_tokens:,} output tokens each, on a cold cache of {model}: "
         f"published {config.publication_policy.name}, {coordination}"
@@ -283,9 +288,10 @@ def race_heading(race: Race, config: EngineConfig, model: str) -> str:
 
 def explain(result: RaceResult) -> str:
     """Return why so many tokens were recovered, from what the log says."""
-    later = result.requests[1:]
+    later = [request for request in result.requests if request.role != "sample"][1:]
     if not later:
-        return "One request on a cold cache has nothing to recover."
+        alone = "One request on a cold cache has nothing to recover."
+        return " ".join([alone, *_about_samples(result)])
     block_size = result.config.block_size
     shared = result.race.num_shared_tokens
     asked = sum(request.prompt_tokens for request in later)
@@ -301,6 +307,12 @@ def explain(result: RaceResult) -> str:
         )
     if result.metrics.duplicated_blocks:
         words.append(f"{result.metrics.duplicated_blocks:,} full blocks hold what another block holds already.")
+    words.extend(_about_samples(result))
+    if result.metrics.adopted_tokens:
+        words.append(
+            f"{result.metrics.adopted_tokens:,} tokens more were adopted in mid-prefill, from blocks that others had "
+            "published meanwhile."
+        )
     preempted = sum(request.num_preemptions for request in result.requests)
     if preempted:
         words.append(
@@ -308,6 +320,18 @@ def explain(result: RaceResult) -> str:
             "when they went on is not counted."
         )
     return " ".join(words)
+
+
+def _about_samples(result: RaceResult) -> list[str]:
+    """Say what the samples of a prompt share, if there are several."""
+    samples = sum(request.role == "sample" for request in result.requests)
+    if not samples:
+        return []
+    copied = sum(isinstance(event, ev.BlockCopied) for event in result.log)
+    return [
+        f"{samples:,} further samples took their prompt's blocks from the first one, which computed it for all; "
+        f"{copied:,} partly filled blocks were copied when a sample first wrote into one (copy on write)."
+    ]
 
 
 def _cause(result: RaceResult, found: int) -> str:
@@ -328,7 +352,23 @@ def _cause(result: RaceResult, found: int) -> str:
         if len(followers) > 1:
             held = f"{len(followers)} followers were held until their leader"
         return f"{held}, {leaders[0]}, had {until}"
-    when = {"on-completion": "when its request ends", "incremental": "after the step that computed it"}
+    chose = sum(isinstance(event, ev.RecomputeChosen) for event in result.log)
+    if chose and not found:
+        return (
+            f"{chose} of them computed what another request was computing at the same time, because that was sooner "
+            "than waiting for it"
+        )
+    num_held = sum(request.role == "held" for request in result.requests)
+    if num_held and found:
+        verb = "was" if num_held == 1 else "were"
+        return (
+            f"{num_held} of them {verb} held while another was computing the next missing block, until it was published"
+        )
+    when = {
+        "on-completion": "when its request ends",
+        "incremental": "after the step that computed it",
+        "at-allocation": "before it is computed, which is not safe",
+    }
     rule = when.get(result.config.publication_policy.name, "as the policy says")
     if found:
         late = sum(request.recovered_tokens > 0 for request in result.requests)

@@ -4,27 +4,22 @@
 log to its end gives exactly `EngineCore.state()`: a test holds the two equal after every action. Views and the
 time slider fold the same events, so that what they show is what the engine is.
 
-Knows events only. Must not look into the engine, and adds nothing that an event does not say.
+Knows events only, and the two tables of transitions: a log that says what cannot be is refused. Must not look into
+the engine, and adds nothing that an event does not say.
 """
 
 from __future__ import annotations
 
-import enum
+import bisect
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from minivllm import events as ev
-from minivllm.request import RequestState
-
-
-class BlockState(enum.Enum):
-    """What a block holds, and who may use it."""
-
-    FREE = "free"  # no content that anybody may read
-    OWNED = "owned"  # being filled by one request
-    PUBLISHED = "published"  # full, hashed, findable; in the free queue exactly while its count is 0
+from minivllm.block_pool import BLOCK_TRANSITIONS, BlockAction, BlockState
+from minivllm.errors import InvariantError
+from minivllm.request import TRANSITIONS, RequestState
 
 
 @dataclass(slots=True)
@@ -34,6 +29,15 @@ class BlockView:
     state: BlockState = BlockState.FREE
     ref_count: int = 0
     block_hash: str = ""
+
+    def move(self, action: BlockAction) -> None:
+        """Let something happen to the block. Raises InvariantError for what `BLOCK_TRANSITIONS` does not have."""
+        state = BLOCK_TRANSITIONS.get((self.state, action))
+        if state is None:
+            raise InvariantError(
+                f"the log says {action.value!r} of a block that is {self.state.value}: it cannot be so"
+            )
+        self.state = state
 
 
 @dataclass(slots=True)
@@ -45,9 +49,18 @@ class RequestView:
     num_prompt_tokens: int = 0
     num_computed_tokens: int = 0
     num_recovered_tokens: int = 0
+    num_adopted_tokens: int = 0
     num_preemptions: int = 0
     output_token_ids: list[int] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
+    rank: int = 0
+    sample_of: str = ""  # the first sample, while this one is held behind it
+
+    def move(self, state: RequestState) -> None:
+        """Change the state. Raises InvariantError for a move that `TRANSITIONS` does not have."""
+        if state not in TRANSITIONS[self.state]:
+            raise InvariantError(f"the log moves a request from {self.state.value} to {state.value}: it cannot be so")
+        self.state = state
 
 
 @dataclass(slots=True)
@@ -62,7 +75,9 @@ class FlightView:
 class State:
     """The engine between two steps.
 
-    ``free_queue`` goes from the head (reused next) to the end; ``prefix_index`` from hash to block id.
+    ``free_queue`` goes from the head (reused next) to the end; ``prefix_index`` from hash to block id. ``samples``
+    are held behind the first sample of their prompt, ``awaiting`` says behind whom a request is held that waits for
+    a shared prefix.
     """
 
     blocks: dict[int, BlockView] = field(default_factory=dict)
@@ -73,6 +88,8 @@ class State:
     running: list[str] = field(default_factory=list)
     flights: dict[int, FlightView] = field(default_factory=dict)
     released_request_ids: set[str] = field(default_factory=set)
+    samples: dict[str, list[str]] = field(default_factory=dict)
+    awaiting: dict[str, str] = field(default_factory=dict)
 
     def __eq__(self, other: object) -> bool:
         """Compare everything, the order of the free queue and of the lists included."""
@@ -94,9 +111,11 @@ class State:
                     "num_prompt_tokens": r.num_prompt_tokens,
                     "num_computed_tokens": r.num_computed_tokens,
                     "num_recovered_tokens": r.num_recovered_tokens,
+                    "num_adopted_tokens": r.num_adopted_tokens,
                     "num_preemptions": r.num_preemptions,
                     "output_token_ids": list(r.output_token_ids),
                     "block_ids": list(r.block_ids),
+                    "rank": r.rank,
                 }
                 for i, r in self.requests.items()
             },
@@ -107,30 +126,47 @@ class State:
                 for i, f in self.flights.items()
             },
             "released_request_ids": sorted(self.released_request_ids),
+            "samples": {i: list(held) for i, held in self.samples.items()},
+            "awaiting": dict(sorted(self.awaiting.items())),
         }
 
     # -- small moves that several events share -------------------------------------------------------------
 
     def enqueue(self, request_ids: tuple[str, ...]) -> None:
-        """Put requests into the waiting list by their arrival, behind all preempted ones."""
+        """Put requests into the waiting list by rank and arrival, behind preempted ones of their rank."""
         if not request_ids:
             return
         for request_id in request_ids:
-            self.requests[request_id].state = RequestState.WAITING
-        preempted = [i for i in self.waiting if self.requests[i].state is RequestState.PREEMPTED]
-        others = [i for i in self.waiting if self.requests[i].state is not RequestState.PREEMPTED]
-        others = sorted([*others, *request_ids], key=lambda i: self.requests[i].arrival)
-        self.waiting = [*preempted, *others]
+            self.requests[request_id].move(RequestState.WAITING)
+        self.waiting = sorted([*self.waiting, *request_ids], key=self.place)
+
+    def place(self, request_id: str) -> tuple[int, int]:
+        """Return a request's sort key in the waiting list. Sorting is stable: preempted ones keep their order."""
+        view = self.requests[request_id]
+        return view.rank, -1 if view.state is RequestState.PREEMPTED else view.arrival
+
+    def hold(self, request_id: str) -> None:
+        """Take a request out of the waiting list."""
+        self.requests[request_id].move(RequestState.HELD)
+        if self.waiting[-1] == request_id:  # it has just arrived: no search
+            self.waiting.pop()
+        else:
+            self.waiting.remove(request_id)
 
     def end(self, request_id: str, state: RequestState) -> None:
         """Take a request out of every list."""
         view = self.requests[request_id]
-        view.state = state
+        view.move(state)
         if request_id in self.waiting:
             self.waiting.remove(request_id)
         if request_id in self.running:
             self.running.remove(request_id)
         self.released_request_ids.discard(request_id)
+        self.awaiting.pop(request_id, None)
+        if (first := view.sample_of) and request_id in self.samples.get(first, ()):
+            self.samples[first].remove(request_id)
+            if not self.samples[first]:
+                del self.samples[first]
 
 
 def _engine_started(state: State, e: ev.EngineStarted) -> None:
@@ -143,12 +179,13 @@ def _request_deferred(state: State, e: ev.RequestDeferred) -> None:
 
 
 def _request_arrived(state: State, e: ev.RequestArrived) -> None:
-    state.requests[e.request_id] = RequestView(RequestState.WAITING, e.arrival, len(e.prompt_token_ids))
-    state.waiting.append(e.request_id)
+    view = RequestView(RequestState.WAITING, e.arrival, len(e.prompt_token_ids), rank=e.rank)
+    state.requests[e.request_id] = view
+    bisect.insort_right(state.waiting, e.request_id, key=state.place)
 
 
 def _request_admitted(state: State, e: ev.RequestAdmitted) -> None:
-    state.requests[e.request_id].state = RequestState.RUNNING
+    state.requests[e.request_id].move(RequestState.RUNNING)
     state.waiting.remove(e.request_id)
     state.running.append(e.request_id)
 
@@ -170,11 +207,11 @@ def _token_out(state: State, e: ev.TokenOut) -> None:
 
 def _request_preempted(state: State, e: ev.RequestPreempted) -> None:
     view = state.requests[e.request_id]
-    view.state = RequestState.PREEMPTED
+    view.move(RequestState.PREEMPTED)
     view.num_computed_tokens = 0
     view.num_preemptions += 1
     state.running.remove(e.request_id)
-    state.waiting.insert(0, e.request_id)
+    bisect.insort_left(state.waiting, e.request_id, key=state.place)
 
 
 def _request_finished(state: State, e: ev.RequestFinished) -> None:
@@ -189,32 +226,41 @@ def _request_failed(state: State, e: ev.RequestFailed) -> None:
     state.end(e.request_id, RequestState.FAILED)
 
 
-def _blocks_hit(state: State, e: ev.BlocksHit) -> None:
-    for block_id in e.block_ids:
-        state.blocks[block_id].ref_count += 1
+def _take_hits(state: State, block_ids: tuple[int, ...]) -> None:
+    for block_id in block_ids:
+        block = state.blocks[block_id]
+        block.move(BlockAction.HIT)
+        block.ref_count += 1
         state.free_queue.pop(block_id, None)
+
+
+def _blocks_hit(state: State, e: ev.BlocksHit) -> None:
+    _take_hits(state, e.block_ids)
     state.requests[e.request_id].block_ids.extend(e.block_ids)
 
 
 def _blocks_evicted(state: State, e: ev.BlocksEvicted) -> None:
     for block_id, block_hash in zip(e.block_ids, e.block_hashes, strict=True):
-        state.blocks[block_id].state = BlockState.FREE
-        state.blocks[block_id].block_hash = ""
+        block = state.blocks[block_id]
+        block.move(BlockAction.EVICT)
+        block.block_hash = ""
         del state.prefix_index[block_hash]
 
 
 def _blocks_allocated(state: State, e: ev.BlocksAllocated) -> None:
     for block_id in e.block_ids:
-        state.blocks[block_id].state = BlockState.OWNED
-        state.blocks[block_id].ref_count = 1
+        block = state.blocks[block_id]
+        block.move(BlockAction.ALLOCATE)
+        block.ref_count = 1
         del state.free_queue[block_id]
     state.requests[e.request_id].block_ids.extend(e.block_ids)
 
 
 def _blocks_published(state: State, e: ev.BlocksPublished) -> None:
     for block_id, block_hash in zip(e.block_ids, e.block_hashes, strict=True):
-        state.blocks[block_id].state = BlockState.PUBLISHED
-        state.blocks[block_id].block_hash = block_hash
+        block = state.blocks[block_id]
+        block.move(BlockAction.PUBLISH)
+        block.block_hash = block_hash
         state.prefix_index[block_hash] = block_id
 
 
@@ -227,16 +273,77 @@ def _blocks_freed(state: State, e: ev.BlocksFreed) -> None:
     for block_id in e.to_back:
         state.free_queue[block_id] = None
     for block_id in (*e.to_front, *e.to_back):
-        if not state.blocks[block_id].block_hash:  # never published: nothing that others could read
-            state.blocks[block_id].state = BlockState.FREE
+        state.blocks[block_id].move(BlockAction.FREE)
     state.requests[e.request_id].block_ids.clear()
+
+
+def _block_copied(state: State, e: ev.BlockCopied) -> None:
+    state.blocks[e.source_block_id].ref_count -= 1
+    block = state.blocks[e.block_id]
+    block.move(BlockAction.ALLOCATE)
+    block.ref_count = 1
+    del state.free_queue[e.block_id]
+    table = state.requests[e.request_id].block_ids
+    table[table.index(e.source_block_id)] = e.block_id
+
+
+def _blocks_adopted(state: State, e: ev.BlocksAdopted) -> None:
+    _take_hits(state, e.block_ids)
+    view = state.requests[e.request_id]
+    view.block_ids.extend(e.block_ids)
+    view.num_computed_tokens += e.num_tokens
+    view.num_adopted_tokens += e.num_tokens
+
+
+def _sample_held(state: State, e: ev.SampleHeld) -> None:
+    state.requests[e.request_id].sample_of = e.first_id
+    state.samples.setdefault(e.first_id, []).append(e.request_id)
+    state.hold(e.request_id)
+
+
+def _sample_leads(state: State, e: ev.SampleLeads) -> None:
+    state.requests[e.to_id].sample_of = ""
+    rest = [i for i in state.samples.pop(e.from_id) if i != e.to_id]
+    for request_id in rest:
+        state.requests[request_id].sample_of = e.to_id
+    if rest:
+        state.samples[e.to_id] = rest
+    state.enqueue((e.to_id,))
+
+
+def _samples_forked(state: State, e: ev.SamplesForked) -> None:
+    first = state.requests[e.request_id]
+    for sample_id in e.sample_ids:
+        view = state.requests[sample_id]
+        view.move(RequestState.RUNNING)
+        view.sample_of = ""
+        view.num_computed_tokens = first.num_computed_tokens
+        view.block_ids = list(e.block_ids)
+        state.running.append(sample_id)
+    for block_id in e.block_ids:
+        state.blocks[block_id].move(BlockAction.FORK)
+        state.blocks[block_id].ref_count += len(e.sample_ids)
+    del state.samples[e.request_id]
+
+
+def _prefix_awaited(state: State, e: ev.PrefixAwaited) -> None:
+    if e.request_id not in state.awaiting:
+        state.hold(e.request_id)
+    state.awaiting[e.request_id] = e.leader_id
+
+
+def _prefix_released(state: State, e: ev.PrefixReleased) -> None:
+    for request_id in e.request_ids:
+        del state.awaiting[request_id]
+    state.enqueue(e.request_ids)
 
 
 def _cache_reset(state: State, e: ev.CacheReset) -> None:
     for block_id in e.block_ids:
         block = state.blocks[block_id]
         del state.prefix_index[block.block_hash]
-        block.state, block.block_hash = BlockState.FREE, ""
+        block.move(BlockAction.RESET)
+        block.block_hash = ""
 
 
 def _flight_opened(state: State, e: ev.FlightOpened) -> None:
@@ -245,11 +352,7 @@ def _flight_opened(state: State, e: ev.FlightOpened) -> None:
 
 def _flight_joined(state: State, e: ev.FlightJoined) -> None:
     state.flights[e.flight_id].follower_ids.append(e.request_id)
-    state.requests[e.request_id].state = RequestState.HELD
-    if state.waiting[-1] == e.request_id:  # it has just arrived: no search
-        state.waiting.pop()
-    else:
-        state.waiting.remove(e.request_id)
+    state.hold(e.request_id)
 
 
 def _flight_released(state: State, e: ev.FlightReleased) -> None:
@@ -288,6 +391,13 @@ _FOLDS: dict[type[ev.Event], Callable[[State, Any], None]] = {
     ev.BlocksAllocated: _blocks_allocated,
     ev.BlocksPublished: _blocks_published,
     ev.BlocksFreed: _blocks_freed,
+    ev.BlockCopied: _block_copied,
+    ev.BlocksAdopted: _blocks_adopted,
+    ev.SampleHeld: _sample_held,
+    ev.SampleLeads: _sample_leads,
+    ev.SamplesForked: _samples_forked,
+    ev.PrefixAwaited: _prefix_awaited,
+    ev.PrefixReleased: _prefix_released,
     ev.CacheReset: _cache_reset,
     ev.FlightOpened: _flight_opened,
     ev.FlightJoined: _flight_joined,
@@ -296,7 +406,7 @@ _FOLDS: dict[type[ev.Event], Callable[[State, Any], None]] = {
     ev.FlightLeft: _flight_left,
 }
 # Events that say something but move nothing: PoliciesChanged, StepScheduled, StepFailed, PrefillFinished,
-# BlocksDuplicated.
+# BlocksDuplicated, HashCollision, RecomputeChosen.
 
 
 def fold(state: State, event: ev.Event) -> State:

@@ -1,16 +1,18 @@
 """A request: its prompt, how its tokens are drawn, and the states that it may be in.
 
-Knows tokens and states. Must not know blocks, the scheduler, flights, models or clocks.
+Knows tokens, states and what else its K/V depends on. Must not know blocks, the scheduler, flights, models or clocks.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import math
 import numbers
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from minivllm.block_hash import ADAPTER, ExtraKeys
 from minivllm.errors import InvalidRequestError, InvariantError
 
 
@@ -19,7 +21,7 @@ class RequestState(enum.Enum):
 
     DEFERRED = "deferred"  # not here yet: arrives when another request has put a certain token out
     WAITING = "waiting"  # may be admitted
-    HELD = "held"  # a follower: waits for its leader, not for room
+    HELD = "held"  # waits for what another request computes, not for room: a follower, or a sample
     RUNNING = "running"  # a row of the batch, in prefill or decode
     PREEMPTED = "preempted"  # gave its blocks up; at the head of the waiting list
     FINISHED = "finished"
@@ -32,12 +34,14 @@ class RequestState(enum.Enum):
         return not TRANSITIONS[self]
 
 
+MAX_SAMPLES = 128
+
 _ENDS = frozenset({RequestState.ABORTED, RequestState.FAILED})
 
 TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
     RequestState.DEFERRED: _ENDS | {RequestState.WAITING},
     RequestState.WAITING: _ENDS | {RequestState.HELD, RequestState.RUNNING},
-    RequestState.HELD: _ENDS | {RequestState.WAITING},
+    RequestState.HELD: _ENDS | {RequestState.WAITING, RequestState.RUNNING},
     RequestState.RUNNING: _ENDS | {RequestState.PREEMPTED, RequestState.FINISHED},
     RequestState.PREEMPTED: _ENDS | {RequestState.RUNNING},
     RequestState.FINISHED: frozenset(),
@@ -54,7 +58,8 @@ class Sampling:
     ``temperature`` 0 takes the likeliest token. ``top_p`` keeps the likeliest tokens that sum to it, ``top_k``
     the k likeliest (0: all). ``seed`` makes the draws repeat; without one, the engine picks one per request.
     ``stop`` are strings at which the output ends (they are not part of it). ``ignore_eos`` goes on after an
-    end-of-sequence token, so that a benchmark has a fixed number of tokens.
+    end-of-sequence token, so that a benchmark has a fixed number of tokens. ``n`` asks for several samples of one
+    prompt, which is computed once; sample i draws with ``seed + i``.
 
     Raises InvalidRequestError for a value that makes no sense.
     """
@@ -66,6 +71,7 @@ class Sampling:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    n: int = 1
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -85,6 +91,13 @@ class Sampling:
             raise InvalidRequestError(f"top_k is {self.top_k!r}; it must be 0 (keep all) or a whole number above")
         if self.seed is not None and (not _is_int(self.seed) or not 0 <= self.seed < 2**64):
             raise InvalidRequestError(f"seed is {self.seed!r}; it must be a whole number from 0 to 2**64 - 1")
+        if not _is_int(self.n) or not 1 <= self.n <= MAX_SAMPLES:
+            raise InvalidRequestError(f"n is {self.n!r}; it must be a whole number of samples from 1 to {MAX_SAMPLES}")
+        if self.seed is not None and self.seed + self.n > 2**64:
+            raise InvalidRequestError(
+                f"seed is {self.seed!r} and n is {self.n}, so the last sample's seed would be above 2**64 - 1; "
+                "lower the seed"
+            )
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise InvalidRequestError(f"stop holds {text!r}; it must hold strings of one character or more")
@@ -95,10 +108,16 @@ class Sampling:
             ("top_p", float),
             ("top_k", int),
             ("seed", int),
+            ("n", int),
         ):
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, kind(value))
+
+    def of_sample(self, number: int) -> Sampling:
+        """Return the sampling of sample ``number`` alone: what a lone request would need to draw the same."""
+        seed = None if self.seed is None else self.seed + number
+        return dataclasses.replace(self, n=1, seed=seed)
 
 
 def _is_int(value: object) -> bool:
@@ -116,24 +135,35 @@ class Request:
     ``arrival`` is its place in the order of arrival, given by the engine. ``num_computed_tokens`` is how many
     of its tokens, from the start, have their K/V in the pool: computed or recovered. The token drawn last has
     none yet: it is computed in the next step. ``seed`` is the one that its draws use.
+
+    ``num_recovered_tokens`` came from the cache when it was first admitted, ``num_adopted_tokens`` afterwards, in
+    mid-prefill. A lower ``priority`` is more important; ``rank`` is what the scheduling policy made of it.
     """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: Sampling = field(default_factory=Sampling)
-    extra_keys: tuple[tuple[str, str], ...] = ()
+    extra_keys: ExtraKeys = ()
+    priority: int = 0
+    rank: int = 0
     arrival: int = -1
     state: RequestState = RequestState.WAITING
     output_token_ids: list[int] = field(default_factory=list)
     token_ids: list[int] = field(init=False)
     num_computed_tokens: int = 0
     num_recovered_tokens: int = 0
+    num_adopted_tokens: int = 0
     seed: int = 0
     num_preemptions: int = 0
     finish_reason: str | None = None
 
     def __post_init__(self) -> None:
         self.token_ids = [*self.prompt_token_ids, *self.output_token_ids]
+
+    @property
+    def adapter(self) -> str | None:
+        """Name of the adapter to compute with, None for the model as it is."""
+        return next((key[1] for key in self.extra_keys if key[0] == ADAPTER), None)
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from minivllm.clock import Clock
+from minivllm.errors import RowError
 from minivllm.request import Request
 
 
@@ -26,8 +27,9 @@ class ScheduledRow:
     """One request's part in a step: compute the K/V of ``num_tokens`` tokens from position ``start`` on.
 
     ``block_ids`` is the block table: logical block i of the request is in physical block ``block_ids[i]``; it
-    covers all positions up to ``start + num_tokens - 1``. ``samples`` says that the row reaches the last known
-    token, so that its logits give the next one.
+    covers all positions up to ``start + num_tokens - 1``. ``sampled`` are the requests whose next token the row's
+    logits give: nobody while the row does not reach the last known token, then the request itself, and at the end
+    of a prompt with several samples all of them.
     """
 
     request: Request
@@ -35,7 +37,17 @@ class ScheduledRow:
     num_tokens: int
     block_ids: tuple[int, ...]
     phase: Phase
-    samples: bool
+    sampled: tuple[Request, ...] = ()
+
+    @property
+    def samples(self) -> bool:
+        """Whether the row's last logits are drawn from."""
+        return bool(self.sampled)
+
+    @property
+    def is_withdrawn(self) -> bool:
+        """Whether the request has ended since the step was scheduled: then the row is not computed."""
+        return self.request.state.is_ended
 
     @property
     def request_id(self) -> str:
@@ -49,11 +61,23 @@ class ScheduledRow:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """Copy the K/V of block ``source`` to block ``target``, before any row is computed (copy on write)."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
 class ScheduledStep:
-    """The rows of one step, those in decode first. ``number`` counts from 1."""
+    """The rows of one step, those in decode first. ``number`` counts from 1.
+
+    ``copies`` come first: all sources are read before any target is written.
+    """
 
     number: int
     rows: tuple[ScheduledRow, ...]
+    copies: tuple[BlockCopy, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -124,14 +148,31 @@ class Runner(Protocol):
         """Tokens that end a request, unless it ignores them."""
         ...
 
+    @property
+    def is_real(self) -> bool:
+        """Whether K/V is computed, so that reading what was never written gives wrong answers."""
+        ...
+
+    @property
+    def adapters(self) -> frozenset[str] | None:
+        """Names of the adapters that rows may use. None: any name."""
+        ...
+
+    @property
+    def accepts_multimodal(self) -> bool:
+        """Whether tokens may stand for images and the like."""
+        ...
+
     def allocate(self, num_blocks: int, block_size: int) -> None:
         """Make the K/V pool, once, before the first step: blocks 1 to ``num_blocks``, and block 0 as scratch."""
         ...
 
-    def execute(self, step: ScheduledStep) -> dict[str, int]:
-        """Write the K/V of every row and draw the next token of each row that samples.
+    def execute(self, step: ScheduledStep) -> dict[str, int | RowError]:
+        """Do the copies, write the K/V of every row, and draw the next token of each request in ``row.sampled``.
 
-        Returns the drawn token by request id. Rows of one step may share blocks only for reading.
+        Returns the drawn token by request id, or a RowError where the numbers came out as NaN or infinite (for a
+        row that does not sample, under its own request's id): that fails the request alone. Rows that are
+        withdrawn are left out. Rows of one step may share blocks only for reading.
         """
         ...
 

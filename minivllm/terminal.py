@@ -242,13 +242,15 @@ def _from_now_on(handler: Callable[[int, FrameType | None], None]) -> None:
 
 
 class ProgressLine:
-    """Shows how far a download is: a bar that moves on a terminal, elsewhere a line every tenth.
+    """Shows how far a download, or other long work, is: a bar that moves on a terminal, elsewhere a line every tenth.
 
-    Call it with what is done, the bytes so far and the bytes in all (None: not known); any thread.
+    Call it with what is done, how much so far and how much in all (None: not known); any thread. A download counts
+    bytes; other work counts whatever it does, and ``counts_bytes`` is False.
     """
 
-    def __init__(self, notes: Channel) -> None:
+    def __init__(self, notes: Channel, *, counts_bytes: bool = True) -> None:
         self._notes = notes
+        self._size = _size if counts_bytes else _count
         self._what = ""
         self._told = -1
         self._drawn_at = 0.0
@@ -271,7 +273,7 @@ class ProgressLine:
         elif fresh or int(share * 10) > self._told:
             self._told = int(share * 10)
             percent = f" {self._told * 10:3d}%" if total else ""
-            self._notes.line(f"{what}:{percent}{_size(done, total)}")
+            self._notes.line(f"{what}:{percent}{self._size(done, total)}")
 
     def _draw(self, what: str, done: int, total: int | None, share: float, now: bool) -> None:
         if not now and time.monotonic() - self._drawn_at < 0.1:
@@ -281,7 +283,7 @@ class ProgressLine:
         if total:
             full, empty = ("█", "░") if _is_unicode(self._notes.encoding) else ("#", ".")
             text += full * round(share * 24) + empty * (24 - round(share * 24)) + f" {share:4.0%} "
-        text += _size(done, total)
+        text += self._size(done, total)
         self._notes.write("\r" + text[: self._notes.width - 1].ljust(self._notes.width - 1))
         self._open = True
 
@@ -300,6 +302,10 @@ def _size(done: int, total: int | None) -> str:
     if total:
         return f" {done / 1e6:.0f} of {total / 1e6:.0f} MB"
     return f" {done / 1e6:.0f} MB" if done else ""
+
+
+def _count(done: int, total: int | None) -> str:
+    return f" {done:,} of {total:,}" if total else f" {done:,}"
 
 
 def arguments_as_text(arguments: list[str]) -> list[str]:

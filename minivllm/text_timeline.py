@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from minivllm import events as ev
@@ -23,7 +23,7 @@ class Phase(enum.Enum):
     """What a request is doing between its arrival and its end."""
 
     WAITING = "waiting"  # for a row, for tokens of the budget, or for blocks
-    HELD = "held"  # behind its leader
+    HELD = "held"  # behind its leader, or behind the first sample of its prompt
     PREFILL = "prefill"  # from admission to the first token out
     DECODE = "decode"
     PREEMPTED = "preempted"  # gave its blocks up and waits to begin again
@@ -38,18 +38,36 @@ class Span:
     end_ms: float | None = None
 
 
+class Happening(enum.Enum):
+    """What happens to a request at one moment."""
+
+    FORKED = "forked"  # its prompt is computed: its further samples run on the same blocks
+    JOINED = "joined"  # it is such a sample
+    COPIED = "copied"  # copied a block that other samples read, before it wrote into it
+    ADOPTED = "adopted"  # took blocks in mid-prefill that others had published
+
+
 @dataclass(slots=True)
 class Lane:
     """One request's way. ``end`` is "length", "stop", "abort" or "error", and None while it runs.
 
-    ``behind`` names the leader of a request that is held.
+    ``behind`` names whom a held request waits for, and ``awaited_block`` the logical block, if it waits for one.
+    ``role`` is as in the figures of `RequestMetrics`. ``happenings`` have their moments on the engine's clock.
     """
 
     request_id: str
     role: str = "independent"
     spans: list[Span] = field(default_factory=list)
+    happenings: list[tuple[Happening, float]] = field(default_factory=list)
     behind: str | None = None
+    awaited_block: int | None = None
     end: str | None = None
+
+    @property
+    def held_words(self) -> str:
+        """Whom it waits for, and for what: "behind r0", "behind r0 for block 3"."""
+        block = "" if self.awaited_block is None else f" for block {self.awaited_block:,}"
+        return f"behind {self.behind}{block}"
 
     @property
     def phase(self) -> Phase | None:
@@ -117,6 +135,39 @@ class Lanes:
             case ev.FlightReleased(request_ids=names):
                 for name in names:
                     self._lane(name).enter(Phase.WAITING, ms)
+            case ev.SampleHeld(request_id=name, first_id=first):
+                lane = self._lane(name)
+                lane.role, lane.behind = "sample", first
+                lane.enter(Phase.HELD, ms)
+            case ev.SampleLeads(from_id=old, to_id=name):
+                for lane in self.lanes.values():
+                    if lane.behind == old and lane.role == "sample" and lane.phase is Phase.HELD:
+                        lane.behind = name
+                heir = self._lane(name)
+                heir.role, heir.behind = "independent", None
+                heir.enter(Phase.WAITING, ms)
+            case ev.SamplesForked(request_id=first, sample_ids=names):
+                self._lane(first).happenings.append((Happening.FORKED, ms))
+                for name in names:
+                    lane = self._lane(name)
+                    lane.behind = None
+                    lane.happenings.append((Happening.JOINED, ms))
+                    lane.enter(Phase.PREFILL, ms)  # no time passes until its first token is out
+            case ev.BlockCopied(request_id=name):
+                self._lane(name).happenings.append((Happening.COPIED, ms))
+            case ev.BlocksAdopted(request_id=name):
+                self._lane(name).happenings.append((Happening.ADOPTED, ms))
+            case ev.PrefixAwaited(request_id=name, leader_id=leader, block_index=index):
+                lane = self._lane(name)
+                lane.role, lane.behind, lane.awaited_block = "held", leader, index
+                lane.enter(Phase.HELD, ms)
+                if self._lane(leader).role == "independent":
+                    self._lane(leader).role = "leader"
+            case ev.PrefixReleased(request_ids=names):
+                for name in names:
+                    lane = self._lane(name)
+                    lane.behind = lane.awaited_block = None
+                    lane.enter(Phase.WAITING, ms)
             case ev.RequestAdmitted(request_id=name):
                 self._lane(name).enter(Phase.PREFILL, ms)
             case ev.TokenOut(request_id=name):
@@ -139,6 +190,7 @@ class Marks:
     """The characters of a drawing. ``axis`` are the corner, the line and the tick."""
 
     phases: dict[Phase, str]
+    happenings: dict[Happening, str]
     done: str
     broken: str
     axis: tuple[str, str, str]
@@ -152,6 +204,7 @@ _UNICODE = Marks(
         Phase.DECODE: "━",
         Phase.PREEMPTED: "▒",
     },
+    {Happening.FORKED: "┳", Happening.JOINED: "┗", Happening.COPIED: "▣", Happening.ADOPTED: "◆"},
     "●",
     "×",
     ("└", "─", "┴"),
@@ -164,6 +217,7 @@ _ASCII = Marks(
         Phase.DECODE: "-",
         Phase.PREEMPTED: "?",
     },
+    {Happening.FORKED: "Y", Happening.JOINED: "L", Happening.COPIED: "C", Happening.ADOPTED: "A"},
     "O",
     "X",
     ("+", "-", "+"),
@@ -175,6 +229,14 @@ _WORDS = {
     Phase.DECODE: "decode",
     Phase.PREEMPTED: "preempted",
 }
+_LED = frozenset({"leader", "follower", "held"})
+"""Roles of requests that are, or were, held behind a leader; samples are held behind the first of them."""
+_HAPPENING_WORDS = {
+    Happening.FORKED: "forked",
+    Happening.JOINED: "begins as a sample",
+    Happening.COPIED: "copied a block",
+    Happening.ADOPTED: "adopted blocks",
+}
 _LEAST_COLUMNS = 20
 _LEAST_SHARE = 0.1
 """A phase shorter than this part of a column is not drawn: the moment between arrival and the first step."""
@@ -183,7 +245,7 @@ _LEAST_SHARE = 0.1
 def can_write(encoding: str | None) -> bool:
     """Return whether text in this encoding can hold the marks; the others are plain ASCII."""
     try:
-        "·░█━▒●×└─┴".encode(encoding or "ascii")
+        "·░█━▒┳┗▣◆●×└─┴".encode(encoding or "ascii")
     except (UnicodeEncodeError, LookupError):
         return False
     return True
@@ -194,7 +256,7 @@ def draw_timeline(events: Iterable[ev.Event], width: int = 80, *, ascii_only: bo
 
     Time 0 is the first arrival. A column shows what the request did for most of the time that the column
     stands for; a phase that is shorter than a column still gets one if a neighbour can spare it, and is left
-    out below a tenth of a column.
+    out below a tenth of a column. What happened at one moment stands over the phases.
     """
     folded = Lanes.of(events)
     if not folded.lanes:
@@ -233,10 +295,25 @@ def _draw_lane(lane: Lane, start: float, scale: float, columns: int, now: float,
         cells.append(max(shares, key=lambda phase: shares[phase]) if covered else None)
     for left, right, phase in spans:
         _give_a_column(cells, left, right, phase)
-    text = "".join(" " if cell is None else marks.phases[cell] for cell in cells)
+    drawn = [" " if cell is None else marks.phases[cell] for cell in cells]
+    for place, happening in _places(lane, start, scale, len(cells)):
+        drawn[place] = marks.happenings[happening]
+    text = "".join(drawn)
     if lane.end is None:
         return text
     return text.rstrip() + (marks.done if lane.end in ("length", "stop") else marks.broken)
+
+
+def _places(lane: Lane, start: float, scale: float, columns: int) -> Iterator[tuple[int, Happening]]:
+    """Return the columns of what happened: one that is taken gives way to the right, and the same twice is one."""
+    taken: dict[int, Happening] = {}
+    for happening, ms in lane.happenings:
+        place = min(int((ms - start) * scale), columns - 1)
+        while taken.get(place, happening) is not happening and place < columns - 1:
+            place += 1
+        if place not in taken:
+            taken[place] = happening
+            yield place, happening
 
 
 def _give_a_column(cells: list[Phase | None], left: float, right: float, phase: Phase) -> None:
@@ -287,7 +364,12 @@ def _legend(folded: Lanes, least_ms: float, marks: Marks) -> str:
         for span in lane.spans
         if (folded.now_ms if span.end_ms is None else span.end_ms) - span.start_ms >= max(least_ms, 1e-9)
     }
-    parts = [f"{mark} {_WORDS[phase]}" for phase, mark in marks.phases.items() if phase in seen]
+    words = dict(_WORDS)
+    if not all(lane.role in _LED for lane in lanes if any(span.phase is Phase.HELD for span in lane.spans)):
+        words[Phase.HELD] = "held behind another"
+    parts = [f"{mark} {words[phase]}" for phase, mark in marks.phases.items() if phase in seen]
+    happened = {happening for lane in lanes for happening, _ in lane.happenings}
+    parts += [f"{mark} {_HAPPENING_WORDS[what]}" for what, mark in marks.happenings.items() if what in happened]
     ends = {lane.end for lane in lanes} - {None}
     if ends & {"length", "stop"}:
         parts.append(f"{marks.done} done")

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from minivllm.engine import Submission
+from minivllm.door import Submission
 from minivllm.errors import ConfigError, UnknownNameError, nearest
-from minivllm.request import Sampling
+from minivllm.request import MAX_SAMPLES, Sampling
 from minivllm.step import Tokenizer
 
 ARRIVALS = ("together", "staggered")
@@ -45,7 +45,8 @@ class Race:
 
     Their prompts have ``prompt_tokens`` tokens, of which the first ``shared_tokens`` are the same (None: all
     of them). "together" submits them in one batch; "staggered" lets each arrive when the one before has put
-    its first token out. Greedy at ``temperature`` 0; above it, request i draws with seed ``seed + i``.
+    its first token out. Greedy at ``temperature`` 0; above it, request i draws with seed ``seed + i``. With several
+    ``samples`` each prompt is computed once and answered so many times, each time with the next seed.
 
     Raises ConfigError for a number that makes no sense.
     """
@@ -57,9 +58,15 @@ class Race:
     temperature: float = 0.0
     seed: int = 0
     arrival: str = "together"
+    samples: int = 1
 
     def __post_init__(self) -> None:
-        limits = (("num_requests", MAX_REQUESTS), ("prompt_tokens", 1 << 20), ("max_tokens", 1 << 20))
+        limits = (
+            ("num_requests", MAX_REQUESTS),
+            ("prompt_tokens", 1 << 20),
+            ("max_tokens", 1 << 20),
+            ("samples", MAX_SAMPLES),
+        )
         for name, most in limits:
             value = getattr(self, name)
             if not _is_whole(value) or not 1 <= value <= most:
@@ -72,8 +79,9 @@ class Race:
             )
         if self.arrival not in ARRIVALS:
             raise UnknownNameError(f"no arrival is called {self.arrival!r}; {nearest(self.arrival, ARRIVALS)}")
-        for seed in (self.seed, self.seed + self.num_requests - 1 if _is_whole(self.seed) else self.seed):
-            Sampling(max_tokens=self.max_tokens, temperature=self.temperature, seed=seed)
+        last = (self.num_requests - 1) * self.samples
+        for seed in (self.seed, self.seed + last if _is_whole(self.seed) else self.seed):
+            Sampling(max_tokens=self.max_tokens, temperature=self.temperature, seed=seed, n=self.samples)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the race's settings as plain JSON values."""
@@ -85,6 +93,7 @@ class Race:
             "temperature": self.temperature,
             "seed": self.seed,
             "arrival": self.arrival,
+            "samples": self.samples,
         }
 
     @property
@@ -111,8 +120,9 @@ def race_submissions(race: Race, tokenizer: Tokenizer, *, prefix: str = "r") -> 
         sampling = Sampling(
             max_tokens=race.max_tokens,
             temperature=race.temperature,
-            seed=race.seed + number,
+            seed=race.seed + number * race.samples,
             ignore_eos=True,
+            n=race.samples,
         )
         late = race.arrival == "staggered" and number > 0
         after = (f"{prefix}{number - 1}", 1) if late else None

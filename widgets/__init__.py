@@ -12,6 +12,7 @@ from widgets.lab import LabView
 from widgets.pictures import (
     Picture,
     compare_timelines,
+    picture_block_states,
     picture_chain,
     picture_pool,
     picture_states,
@@ -26,6 +27,7 @@ __all__ = [
     "Picture",
     "RaceConsole",
     "compare_timelines",
+    "picture_block_states",
     "picture_chain",
     "picture_pool",
     "picture_states",

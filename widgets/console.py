@@ -21,6 +21,7 @@ from minivllm.engine import EngineCore
 from minivllm.engine_thread import Engine, Handle
 from minivllm.errors import ConfigError, MiniVLLMError, UnknownNameError, nearest
 from minivllm.events import RequestArrived, RequestDeferred
+from minivllm.publication import AT_ALLOCATION
 from minivllm.request import RequestState
 from minivllm.runners.virtual import VirtualRunner
 from minivllm.step import ScheduledStep
@@ -34,8 +35,17 @@ _LOOK_SECONDS = 0.1  # how often a running race is looked at; its events reach t
 _CHOICES: dict[str, list[tuple[str, str]]] = {
     "prompts": [("same", "the same"), ("shared", "a shared prefix"), ("different", "all different")],
     "arrival": [("together", "together"), ("staggered", "one by one")],
-    "publication": [("on-completion", "on completion"), ("incremental", "incremental")],
-    "coordination": [("independent", "independent"), ("single-flight", "single flight")],
+    "publication": [
+        ("on-completion", "on completion"),
+        ("incremental", "incremental"),
+        (AT_ALLOCATION.name, "at allocation (unsafe)"),
+    ],
+    "coordination": [
+        ("independent", "independent"),
+        ("single-flight", "single flight"),
+        ("shared-prefix", "shared prefix"),
+        ("wait-or-recompute", "wait or recompute"),
+    ],
     "release": [("after-prefill", "after prefill"), ("on-completion", "on completion")],
     "cache": [("cold", "cold: reset first"), ("warm", "warm: keep it")],
     "speed": [("2", "2 steps a second"), ("8", "8 steps a second"), ("25", "25 steps a second"), ("0", "at once")],
@@ -182,7 +192,9 @@ class RaceConsole(LogWidget):
             return {"name": name, "label": label, "group": "Race", **limits}
 
         def choice(name: str, label: str, group: str) -> dict[str, Any]:
-            choices = [list(pair) for pair in _CHOICES[name]]
+            # A real model refuses what is unsafe, so that is not offered there.
+            offered = [pair for pair in _CHOICES[name] if pair[0] != AT_ALLOCATION.name or self._model == "virtual"]
+            choices = [list(pair) for pair in offered]
             if values[name] not in [value for value, _ in choices]:
                 choices.append([values[name], values[name]])  # a policy of the caller's own
             return {"name": name, "label": label, "group": group, "choices": choices, "value": values[name]}
@@ -381,13 +393,11 @@ class RaceConsole(LogWidget):
             self._say("No race is running, so there is no leader to abort; press Fire first.", "error")
             return
         # Chosen and aborted on the engine's thread, in one go: between the two nobody can end or hand over.
-        name, led = engine.call(_abort_leader)
-        if name is None:
+        said = engine.call(_abort_leader)
+        if said is None:
             self._say("The leader has ended already; there is nothing to abort.", "error")
-        elif led:
-            self._say(f"{name} led its flight and was aborted.", "racing")
         else:
-            self._say(f"No flight is open: {name}, the oldest request, was aborted.", "racing")
+            self._say(said, "racing")
 
     def _reset_cache(self) -> None:
         engine = self._live_engine()
@@ -427,15 +437,26 @@ class RaceConsole(LogWidget):
         return f"RaceConsole({self._model})"
 
 
-def _abort_leader(core: EngineCore) -> tuple[str | None, bool]:
-    """Abort the leader of the oldest open flight, or else the oldest request; say who, and whether it led."""
-    leaders = [flight.leader_id for _, flight in sorted(core.coordinator.flights.items())]
-    others = [r for r in core.requests.values() if not r.state.is_ended and r.state is not RequestState.DEFERRED]
-    oldest = [request.request_id for request in sorted(others, key=lambda r: r.arrival)]
-    for name in leaders or oldest[:1]:
-        core.abort(name)
-        return name, bool(leaders)
-    return None, False
+def _abort_leader(core: EngineCore) -> str | None:
+    """Abort who leads, or else the oldest request, and say so; None if there is none.
+
+    Who leads: the leader of the oldest open flight, or whom the oldest request waits for that is held for a prefix.
+    """
+    open_requests = [r for r in core.requests.values() if not r.state.is_ended]
+    arrived = sorted((r for r in open_requests if r.state is not RequestState.DEFERRED), key=lambda r: r.arrival)
+    oldest = [request.request_id for request in arrived]
+    flights, awaiting = core.coordinator.flights, core.coordinator.awaiting
+    leads = [flight.leader_id for _, flight in sorted(flights.items())]
+    computes = [awaiting[name] for name in oldest if name in awaiting]
+    for names, words in (
+        (leads, "{} led its flight and was aborted."),
+        (computes, "{} computed what others wait for and was aborted."),
+        (oldest, "No flight is open: {}, the oldest request, was aborted."),
+    ):
+        if names:
+            core.abort(names[0])
+            return words.format(names[0])
+    return None
 
 
 def _sentence(error: BaseException) -> str:

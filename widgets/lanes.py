@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from minivllm import events as ev
+from widgets.words import keys_words
 
 Axis = Literal["ms", "step"]
 
@@ -42,19 +43,24 @@ class Place:
 
 @dataclass(slots=True)
 class Span:
-    """A stretch of one phase. ``end`` is None while it lasts; ``tokens`` were computed in it."""
+    """A stretch of one phase. ``end`` is None while it lasts; ``tokens`` were computed in it.
+
+    ``behind`` is whom a held request waits for; ``blocks`` are the first and the last logical block that it waited
+    for meanwhile, None if it waits for a whole prompt.
+    """
 
     phase: Phase
     start: Place
     end: Place | None = None
     tokens: int = 0
     behind: str = ""
+    blocks: tuple[int, int] | None = None
     failed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Something that happened to a request at one moment: "first", "recovered", "leads" or its end."""
+    """What happened to a request at one moment: "first", "recovered", "adopted", "copied", "leads" or its end."""
 
     kind: str
     at: Place
@@ -62,18 +68,30 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Arrow:
-    """A flight that ended ("release") or went to another leader ("handover")."""
+    """What ties requests at one moment.
+
+    Others need not wait any more ("release"), another takes the place of one that ended ("handover"), samples begin
+    on the blocks of the first ("fork"), or a request computes ``block`` beside the other that does ("beside"), with
+    the times in milliseconds that were weighed.
+    """
 
     kind: str
     at: Place
     from_id: str
     to_ids: tuple[str, ...]
     reason: str = ""
+    block: int = 0
+    wait_ms: float = 0.0
+    recompute_ms: float = 0.0
 
 
 @dataclass(slots=True)
 class Lane:
-    """One request. ``recovered`` is None until its prefix was looked up; times are in milliseconds."""
+    """One request. ``recovered`` is None until its prefix was looked up; times are in milliseconds.
+
+    ``role`` is "alone", "leader", "follower", "held" (it waited for a shared prefix) or "sample", of ``sample_of``,
+    on whose blocks it runs once it ``is_forked``.
+    """
 
     request_id: str
     arrival_ms: float
@@ -83,16 +101,36 @@ class Lane:
     role: str = "alone"
     behind: str = ""
     reason: str = ""
+    sample_of: str = ""
+    is_forked: bool = False
     recovered: int | None = None
+    adopted: int = 0
+    num_copied_blocks: int = 0
     num_output_tokens: int = 0
     ttft_ms: float | None = None
     completion_ms: float | None = None
     spans: list[Span] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
 
-    def open(self, phase: Phase, at: Place, behind: str = "") -> None:
+    def open(self, phase: Phase, at: Place, behind: str = "", blocks: tuple[int, int] | None = None) -> None:
         """Begin a span."""
-        self.spans.append(Span(phase, at, behind=behind))
+        self.spans.append(Span(phase, at, behind=behind, blocks=blocks))
+
+    def hold(self, at: Place, behind: str, block: int | None = None) -> None:
+        """Begin to wait for another, or go on to wait for a later block of the same one."""
+        last = self.spans[-1] if self.spans else None
+        if last is not None and last.end is None and last.behind == behind and last.blocks and block is not None:
+            last.blocks = (min(last.blocks[0], block), max(last.blocks[1], block))
+            return
+        self.state, self.behind = "held", behind
+        self.close(at)
+        self.open(Phase.HELD, at, behind, None if block is None else (block, block))
+
+    def release(self, at: Place) -> None:
+        """Need not wait for another any more; for a row, yet."""
+        self.state, self.behind = "waiting", ""
+        self.close(at)
+        self.open(Phase.WAITING, at)
 
     def close(self, at: Place) -> None:
         """End the span that lasts, if one does."""
@@ -112,6 +150,11 @@ class Lanes:
     def num_recovered_tokens(self) -> int:
         """Prompt tokens taken from the cache, over all lanes."""
         return sum(lane.recovered or 0 for lane in self.lanes)
+
+    @property
+    def num_adopted_tokens(self) -> int:
+        """Tokens taken from others in mid-prefill, over all lanes."""
+        return sum(lane.adopted for lane in self.lanes)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -165,8 +208,7 @@ class _Folder:
     def arrived(self, e: ev.RequestArrived) -> None:
         self._wake_up(e)
         self._active.add(e.request_id)
-        salt = ", ".join(f"{kind.replace('_', ' ')} {value}" for kind, value in e.extra_keys)
-        lane = Lane(e.request_id, e.ms, len(e.prompt_token_ids), salt)
+        lane = Lane(e.request_id, e.ms, len(e.prompt_token_ids), keys_words(e.extra_keys))
         lane.open(Phase.WAITING, self._place(e))
         self._by_id[e.request_id] = lane
         self.out.lanes.append(lane)
@@ -176,34 +218,69 @@ class _Folder:
 
     def joined(self, e: ev.FlightJoined) -> None:
         lane = self._by_id[e.request_id]
-        lane.role, lane.behind, lane.state = "follower", e.leader_id, "held"
-        lane.close(self._place(e))
-        lane.open(Phase.HELD, self._place(e), behind=e.leader_id)
+        lane.role = "follower"
+        lane.hold(self._place(e), e.leader_id)
 
-    def released(self, e: ev.FlightReleased) -> None:
+    def sample_held(self, e: ev.SampleHeld) -> None:
+        lane = self._by_id[e.request_id]
+        lane.role, lane.sample_of = "sample", e.first_id
+        lane.hold(self._place(e), e.first_id)
+
+    def forked(self, e: ev.SamplesForked) -> None:
+        at = self._place(e)
+        for request_id in e.sample_ids:
+            lane = self._by_id[request_id]
+            lane.state, lane.behind, lane.is_forked = "running", "", True
+            lane.close(at)
+        self.out.arrows.append(Arrow("fork", at, e.request_id, e.sample_ids))
+
+    def awaited(self, e: ev.PrefixAwaited) -> None:
+        lane, leader = self._by_id[e.request_id], self._by_id[e.leader_id]
+        lane.role = "held"
+        lane.hold(self._place(e), e.leader_id, e.block_index)
+        if leader.role == "alone":
+            leader.role = "leader"
+
+    def recompute_chosen(self, e: ev.RecomputeChosen) -> None:
+        at, to_ids = self._place(e), (e.request_id,)
+        self.out.arrows.append(
+            Arrow("beside", at, e.leader_id, to_ids, "", e.block_index, e.wait_ms, e.recompute_ms),
+        )
+
+    def adopted(self, e: ev.BlocksAdopted) -> None:
+        lane = self._by_id[e.request_id]
+        lane.adopted += e.num_tokens
+        lane.marks.append(Mark("adopted", self._place(e)))
+
+    def copied(self, e: ev.BlockCopied) -> None:
+        lane = self._by_id[e.request_id]
+        lane.num_copied_blocks += 1
+        lane.marks.append(Mark("copied", self._place(e)))
+
+    def released(self, e: ev.FlightReleased | ev.PrefixReleased) -> None:
         at = self._place(e)
         for request_id in e.request_ids:
-            lane = self._by_id[request_id]
-            lane.state = "waiting"
-            lane.close(at)
-            lane.open(Phase.WAITING, at)
+            self._by_id[request_id].release(at)
         if e.request_ids:
             self.out.arrows.append(Arrow("release", at, e.leader_id, e.request_ids, e.reason))
 
     def handed_over(self, e: ev.FlightHandedOver) -> None:
-        at = self._place(e)
+        self._hand_over(e.from_id, e.to_id, "leader", self._place(e))
+
+    def sample_leads(self, e: ev.SampleLeads) -> None:
+        self._hand_over(e.from_id, e.to_id, "alone", self._place(e))
+
+    def _hand_over(self, from_id: str, to_id: str, role: str, at: Place) -> None:
+        """Let ``to_id`` be what ``from_id`` was; those held behind the one are held behind the other."""
+        heir = self._by_id[to_id]
         for lane in self.out.lanes:
-            if lane.state != "held" or lane.behind != e.from_id:
-                continue
-            lane.close(at)
-            if lane.request_id == e.to_id:
-                lane.role, lane.behind, lane.state = "leader", "", "waiting"
-                lane.marks.append(Mark("leads", at))
-                lane.open(Phase.WAITING, at)
-            else:
-                lane.behind = e.to_id
-                lane.open(Phase.HELD, at, behind=e.to_id)
-        self.out.arrows.append(Arrow("handover", at, e.from_id, (e.to_id,)))
+            if lane is not heir and lane.state == "held" and lane.behind == from_id and lane.role == heir.role:
+                lane.sample_of = to_id if lane.sample_of else ""
+                lane.hold(at, to_id)
+        heir.role, heir.sample_of = role, ""
+        heir.marks.append(Mark("leads", at))
+        heir.release(at)
+        self.out.arrows.append(Arrow("handover", at, from_id, (to_id,)))
 
     def admitted(self, e: ev.RequestAdmitted) -> None:
         lane = self._by_id[e.request_id]
@@ -276,6 +353,14 @@ _FOLDS: Mapping[type[ev.Event], Any] = {
     ev.FlightJoined: _Folder.joined,
     ev.FlightReleased: _Folder.released,
     ev.FlightHandedOver: _Folder.handed_over,
+    ev.SampleHeld: _Folder.sample_held,
+    ev.SampleLeads: _Folder.sample_leads,
+    ev.SamplesForked: _Folder.forked,
+    ev.BlockCopied: _Folder.copied,
+    ev.BlocksAdopted: _Folder.adopted,
+    ev.PrefixAwaited: _Folder.awaited,
+    ev.PrefixReleased: _Folder.released,
+    ev.RecomputeChosen: _Folder.recompute_chosen,
     ev.RequestAdmitted: _Folder.admitted,
     ev.PrefixLookedUp: _Folder.looked_up,
     ev.StepScheduled: _Folder.scheduled,

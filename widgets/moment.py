@@ -7,28 +7,55 @@ after it, with what happened before the next one (None: after the last event).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from minivllm import events as ev
+from minivllm.block_hash import ExtraKeys
+from minivllm.block_pool import BlockState
 from minivllm.errors import ConfigError
-from minivllm.replay import BlockState, State, fold
-from widgets.svg import BLUE, LINE, MUTED, TEXT, rect, text
+from minivllm.replay import State, fold
+from widgets.svg import BLUE, GROUND, LINE, MUTED, RED, TEXT, rect, text
+from widgets.uncomputed import Uncomputed
+from widgets.words import new_keys_words
 
 
 @dataclass(slots=True)
 class Moment:
-    """The state after a step, with what the pictures need beside it."""
+    """The state after a step, with what the pictures need beside it.
+
+    ``twins`` maps a private copy to the published block of the same content, ``copies`` a block that was copied on
+    write to the one it was copied from. ``adopted`` are, by request, the blocks of its table that it took in
+    mid-prefill.
+    """
 
     state: State
     config: ev.EngineStarted
     step: int
-    twins: dict[int, int]
-    published: dict[str, Published]
+    twins: dict[int, int] = field(default_factory=dict)
+    published: dict[str, Published] = field(default_factory=dict)
+    copies: dict[int, int] = field(default_factory=dict)
+    adopted: dict[str, set[int]] = field(default_factory=dict)
+    uncomputed: Uncomputed = field(default_factory=Uncomputed)
+
+    def take(self, e: ev.Event) -> None:
+        """Take one event in, except what concerns hashes. The state has it already."""
+        if isinstance(e, ev.BlocksDuplicated):
+            self.twins.update(zip(e.block_ids, e.twin_block_ids, strict=True))
+        elif isinstance(e, ev.BlockCopied):
+            self.copies[e.block_id] = e.source_block_id
+        elif isinstance(e, ev.BlocksAdopted):
+            self.adopted.setdefault(e.request_id, set()).update(e.block_ids)
+        elif isinstance(e, ev.BlocksFreed):
+            self.adopted.pop(e.request_id, None)
+            for block_id in (*e.to_front, *e.to_back):
+                self.twins.pop(block_id, None)
+                self.copies.pop(block_id, None)
+        self.uncomputed.take(e, self.state, self.config.block_size)
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """One published hash: its parent ("" for the root), block, logical index, and the extra keys in words."""
+    """One published hash: its parent ("" for the root), block, logical index, and its new extra keys in words."""
 
     block_hash: str
     parent: str
@@ -41,36 +68,33 @@ def moment_of(log: Iterable[ev.Event], at: int | None) -> Moment:
     """Fold a log up to a step. Raises ConfigError for a log without a beginning, or a step below 0."""
     if at is not None and (not isinstance(at, int) or isinstance(at, bool) or at < 0):
         raise ConfigError(f"at is {at!r}; give an engine step of 0 or more, or None for the end of the log")
-    state, config, step = State(), None, 0
-    twins: dict[int, int] = {}
-    published: dict[str, Published] = {}
-    salts: dict[str, str] = {}
+    state, moment = State(), None
+    keys: dict[str, ExtraKeys] = {}
     for e in log:
         if at is not None and e.step > at:
             break
-        step = e.step
         fold(state, e)
         if isinstance(e, ev.EngineStarted):
-            config = e
-        elif isinstance(e, ev.RequestArrived):
-            salts[e.request_id] = ", ".join(f"{kind.replace('_', ' ')} {value}" for kind, value in e.extra_keys)
-        elif isinstance(e, ev.BlocksDuplicated):
-            twins.update(zip(e.block_ids, e.twin_block_ids, strict=True))
-        elif isinstance(e, ev.BlocksFreed):
-            for block_id in (*e.to_front, *e.to_back):
-                twins.pop(block_id, None)
+            moment = Moment(state, e, e.step)
+        if moment is None:
+            continue
+        moment.step = e.step
+        moment.take(e)
+        published = moment.published
+        if isinstance(e, ev.RequestArrived):
+            keys[e.request_id] = e.extra_keys
         elif isinstance(e, ev.BlocksPublished):
             for i, block_hash in enumerate(e.block_hashes):
-                salt = salts[e.request_id] if e.indices[i] == 0 else ""
+                salt = new_keys_words(keys[e.request_id], e.indices[i], moment.config.block_size)
                 published[block_hash] = Published(block_hash, e.parent_hashes[i], e.block_ids[i], e.indices[i], salt)
         elif isinstance(e, ev.BlocksEvicted):
             for block_hash in e.block_hashes:
                 published.pop(block_hash, None)
         elif isinstance(e, ev.CacheReset):
             published.clear()
-    if config is None:
+    if moment is None:
         raise ConfigError("the log is empty; give the log of an engine, such as engine.log")
-    return Moment(state, config, step, twins, published)
+    return moment
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +113,8 @@ OWNED = Look("owned", "owned", "url(#owned)", "#b97f00", "#111111")
 COPY = Look("copy", "private copy", "#f3c766", "#8a4b00", "#111111")
 USED = Look("used", "published, in use", BLUE, "#005a8e", "#ffffff")
 KEPT = Look("kept", "published, ref_count 0", "#c4e3f6", BLUE, TEXT)
-LOOKS = (FREE, OWNED, COPY, USED, KEPT)
+UNCOMPUTED = Look("uncomputed", "published, not computed", GROUND, RED, "#a84300")
+LOOKS = (FREE, OWNED, COPY, USED, KEPT, UNCOMPUTED)
 
 
 def look_of(moment: Moment, block_id: int) -> Look:
@@ -98,11 +123,26 @@ def look_of(moment: Moment, block_id: int) -> Look:
         return FREE
     if block.state is BlockState.OWNED:
         return COPY if block_id in moment.twins else OWNED
+    if block_id in moment.uncomputed:
+        return UNCOMPUTED
     return USED if block.ref_count else KEPT
 
 
+def entry_words(moment: Moment, request_id: str, block_id: int) -> str:
+    """Return what a block is in a request's table, and how it came there when that is out of the ordinary."""
+    look, count = look_of(moment, block_id), moment.state.blocks[block_id].ref_count
+    words = [look.words.removesuffix(", in use")]
+    if block_id in moment.copies:
+        words.insert(0, f"copy of {moment.copies[block_id]}")
+    if block_id in moment.adopted.get(request_id, ()):
+        words.insert(0, "adopted")
+    if look is OWNED and count > 1:
+        words.append("shared by samples")
+    return ", ".join([*words, f"ref_count {count}"])
+
+
 def cell(x: float, y: float, width: float, height: float, look: Look, words: str, size: float) -> str:
-    dash = "3 2" if look is COPY else None
+    dash = "3 2" if look in (COPY, UNCOMPUTED) else None
     box = rect(
         x,
         y,

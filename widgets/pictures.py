@@ -1,4 +1,4 @@
-"""Still pictures of the cache: block pool, block tables, hash chain; the tables as text; the states of a request.
+"""Still pictures of the cache: block pool, block tables, hash chain; tables as text; the states of requests and blocks.
 
 The pictures of time are in `timelines`. Knows moments of the log. Must not know engines or widgets.
 """
@@ -10,26 +10,47 @@ import re
 from collections.abc import Iterable
 
 from minivllm import events as ev
+from minivllm.block_pool import BLOCK_TRANSITIONS, BlockState
 from minivllm.request import TRANSITIONS, RequestState
 from widgets.graph import dot_svg
 from widgets.moment import (
     COPY,
     LOOKS,
     OWNED,
+    UNCOMPUTED,
     USED,
     Moment,
     Published,
     after_words,
     cell,
+    entry_words,
     look_of,
     moment_of,
 )
-from widgets.svg import GREY, GROUND, MUTED, SKY, TEXT, WIDTH, Picture, el, number, picture, plural, rect, text
+from widgets.svg import (
+    GREY,
+    GROUND,
+    MUTED,
+    SKY,
+    TEXT,
+    WIDTH,
+    Picture,
+    diamond,
+    el,
+    number,
+    picture,
+    plural,
+    rect,
+    text,
+    two_sheets,
+)
 from widgets.timelines import compare_timelines, picture_timeline, timeline_text
+from widgets.words import listed
 
 __all__ = [
     "Picture",
     "compare_timelines",
+    "picture_block_states",
     "picture_chain",
     "picture_pool",
     "picture_states",
@@ -51,7 +72,8 @@ def picture_pool(log: Iterable[ev.Event], at: int | None = None) -> Picture:
     counts = dict.fromkeys((look.name for look in LOOKS), 0)
     for block_id in blocks:
         counts[look_of(moment, block_id).name] += 1
-    told = ", ".join(f"{counts[look.name]:,} {look.words}" for look in LOOKS)
+    looks = [look for look in LOOKS if look is not UNCOMPUTED or counts[look.name]]
+    told = ", ".join(f"{counts[look.name]:,} {look.words}" for look in looks)
     alt = f"Block pool {after_words(moment)}: {plural(len(blocks), 'block')}; {told}."
 
     body = [
@@ -64,14 +86,14 @@ def picture_pool(log: Iterable[ev.Event], at: int | None = None) -> Picture:
     for place, block_id in enumerate(drawn):
         row, column = divmod(place, columns)
         look = look_of(moment, block_id)
-        words = {"free": "", "kept": "·"}.get(look.name, str(blocks[block_id].ref_count))
+        words = {"free": "", "kept": "·", "uncomputed": "?"}.get(look.name, str(blocks[block_id].ref_count))
         body.append(cell(30 + column * (size + gap), 46 + row * (size + gap), size, size, look, words, 11.5))
     y = 46 + math.ceil(len(drawn) / columns) * (size + gap) + 18
     if len(blocks) > len(drawn):
         body.append(text(30, y, f"The first {len(drawn):,} of {len(blocks):,} blocks.", 11.5, MUTED))
         y += 20
     x = 30.0
-    for look in LOOKS:
+    for look in looks:
         words = f"{counts[look.name]:,} {look.words}"
         body.append(cell(x, y - 10, 13, 13, look, "", 9) + text(x + 19, y + 1, words, 12))
         x += 19 + len(words) * 6.4 + 22
@@ -99,7 +121,10 @@ def tables_text(log: Iterable[ev.Event], at: int | None = None) -> str:
     lines = [f"Block tables {after_words(moment)}:"]
     width = max((len(name) for name in requests), default=0)
     for name, view in requests.items():
-        table = _table_words(moment, view.block_ids) or "no block"
+        table = _table_words(moment, name, view.block_ids) or "no block"
+        behind = _behind(moment, name)
+        if behind:
+            table += f", held behind {behind}"
         lines.append(f"  {name:<{width}}  {_STATE_WORDS[view.state]:<9}  {table}")
     if not requests:
         lines.append("  no request")
@@ -108,11 +133,17 @@ def tables_text(log: Iterable[ev.Event], at: int | None = None) -> str:
     return "\n".join(lines)
 
 
-def _table_words(moment: Moment, block_ids: list[int]) -> str:
+def _behind(moment: Moment, name: str) -> str:
+    """Return behind whom a request is held outside of a flight, "" for others."""
+    if name in moment.state.awaiting:
+        return moment.state.awaiting[name]
+    return next((first for first, held in moment.state.samples.items() if name in held), "")
+
+
+def _table_words(moment: Moment, name: str, block_ids: list[int]) -> str:
     runs: list[tuple[int, int, str]] = []
     for block_id in block_ids:
-        count = moment.state.blocks[block_id].ref_count
-        words = f"{look_of(moment, block_id).words.removesuffix(', in use')}, ref_count {count}"
+        words = entry_words(moment, name, block_id)
         if runs and runs[-1][1] + 1 == block_id and runs[-1][2] == words:
             runs[-1] = (runs[-1][0], block_id, words)
         else:
@@ -139,18 +170,30 @@ def picture_tables(log: Iterable[ev.Event], at: int | None = None) -> Picture:
             x, top = left + column * (width + gap), y + row * (height + gap)
             filled = (view.num_computed_tokens - index * size) / size
             body.append(_entry(moment, block_id, x, top, width, height, filled))
+            if block_id in moment.adopted.get(name, ()):
+                body.append(diamond(x + width - 2, top + 2, GROUND))
+            if block_id in moment.copies:
+                body.append(two_sheets(x + width - 3, top + 3))
         if not view.block_ids:
-            body.append(text(left, y + 15, "no block", 11, MUTED))
+            behind = _behind(moment, name)
+            body.append(text(left, y + 15, f"no block, held behind {behind}" if behind else "no block", 11, MUTED))
         y += max(1, math.ceil(len(view.block_ids) / per_line)) * (height + gap) + 7
     if not moment.state.requests:
         body.append(text(18, y + 15, "no request", 12, MUTED))
         y += 30
     x = 18.0
-    legend = [(look.words.removesuffix(", in use"), look) for look in (OWNED, COPY, USED)]
+    looks = [OWNED, COPY, USED, *([UNCOMPUTED] if moment.uncomputed else [])]
+    legend = [(look.words.removesuffix(", in use"), look) for look in looks]
     for words, look in legend:
         body.append(cell(x, y + 4, 13, 13, look, "", 9) + text(x + 19, y + 15, words, 11.5, MUTED))
         x += 19 + len(words) * 6.2 + 22
     body.append(rect(x, y + 13, 13, 3, SKY) + text(x + 19, y + 15, "in more than one table", 11.5, MUTED))
+    x += 19 + 22 * 6.2 + 22
+    if moment.copies:
+        body.append(two_sheets(x + 6, y + 11) + text(x + 19, y + 15, "copied on write", 11.5, MUTED))
+        x += 19 + 15 * 6.2 + 22
+    if any(moment.adopted.values()):
+        body.append(diamond(x + 6, y + 11, GROUND) + text(x + 19, y + 15, "adopted in mid-prefill", 11.5, MUTED))
     return picture(body, WIDTH, y + 32, tables_text(events, at), f"block tables, {after_words(moment)}")
 
 
@@ -241,6 +284,7 @@ class _ChainDrawing:
     def _run(self, run: list[Published], x: float, row: int, from_x: float, from_row: int) -> float:
         y, middle = 52 + row * _ROW, self._middle(row)
         folded = len(run) > _RUN_SHOWN
+        label_end = 0.0
         shown: list[Published | None] = [*run[:3], None, *run[-2:]] if folded else list(run)
         for place, item in enumerate(shown):
             bend = f"h{number(_BOX_GAP / 2)} V{number(middle)} " if place == 0 and from_row != row else ""
@@ -256,6 +300,14 @@ class _ChainDrawing:
                 )
             else:
                 self._box(item, x, y)
+                label = item.salt
+                if not label and item.parent and item.parent not in self.moment.published:
+                    label = "parent evicted"
+                if label:
+                    # A label says which tokens it is about, so it may stand further right than its block.
+                    words, at = (f"· {label}", label_end) if x < label_end else (label, x)
+                    self.body.append(text(at, y - 4, words, 10.5, bold=True))
+                    label_end = at + len(words) * 6.3 + 4
             from_x = x + width
             x = from_x + _BOX_GAP
         self.right = max(self.right, from_x)
@@ -268,18 +320,18 @@ class _ChainDrawing:
             + text(x + _BOX_W / 2, y + 15, item.block_hash[:6], 10.5, look.ink, anchor="middle", mono=True)
             + text(x + _BOX_W / 2, y + 31, str(item.block_id), 12.5, look.ink, anchor="middle", bold=True)
         )
-        if item.salt or (item.parent and item.parent not in self.moment.published):
-            self.body.append(text(x, y - 4, item.salt or "parent evicted", 10.5, bold=True))
 
 
-# --- States of a request ----------------------------------------------------------------------------------
+# --- States -----------------------------------------------------------------------------------------------
 
 
-_STATE_FILLS = {
+_STATE_FILLS: dict[RequestState | BlockState, str] = {
     RequestState.HELD: "#f8edf4",
     RequestState.RUNNING: "#c4e3f6",
     RequestState.PREEMPTED: "#fbeee4",
     RequestState.FINISHED: "#d9f0e6",
+    BlockState.OWNED: "#fbe9c0",
+    BlockState.PUBLISHED: "#c4e3f6",
 }
 
 
@@ -289,33 +341,52 @@ def picture_states() -> Picture:
     told = "; ".join(f"{state.value} to {_listed(TRANSITIONS[state])}" for state in RequestState if TRANSITIONS[state])
     ends = _listed(state for state in RequestState if state.is_ended)
     alt = f"States of a request, and which may follow which: {told}. Nothing follows {ends}."
+    edges = []
+    for a, b in pairs:
+        # A request may be aborted or fail at any time: those lines are there, and stand back.
+        at_any_time = b in (RequestState.ABORTED, RequestState.FAILED)
+        edges.append(f'"{a.value}" -> "{b.value}" [color="{GREY if at_any_time else TEXT}"];')
+    return _picture_graph(RequestState, edges, "States of a request", alt)
 
+
+def picture_block_states() -> Picture:
+    """Draw the states of a block and what leads from one to another: the table that the pool goes by."""
+    actions: dict[tuple[BlockState, BlockState], list[str]] = {}
+    for (a, action), b in BLOCK_TRANSITIONS.items():
+        actions.setdefault((a, b), []).append(action.value)
+    ways = [f"{a.value} to {b.value} by {listed(names)}" for (a, b), names in actions.items() if a is not b]
+    stays = [f"{a.value} stays so by {listed(names)}" for (a, b), names in actions.items() if a is b]
+    alt = f"States of a block, and what leads from one to another: {'; '.join([*ways, *stays])}."
+    edges = [
+        f'"{a.value}" -> "{b.value}" [color="{TEXT}", label=" {", ".join(names)} "];'
+        for (a, b), names in actions.items()
+    ]
+    return _picture_graph(BlockState, edges, "States of a block", alt)
+
+
+def _picture_graph(states: type[RequestState] | type[BlockState], edges: list[str], title: str, alt: str) -> Picture:
+    """Draw one node for each state, and ``edges`` as Graphviz writes them."""
     lines = [
         "digraph states {",
         'rankdir=LR; nodesep=0.35; ranksep=0.7; bgcolor="transparent";',
         'node [shape=box, style="rounded,filled", height=0.4, margin="0.2,0.06"];',
         'node [fontname="Helvetica,Arial,sans-serif", fontsize=13];',
-        "edge [arrowsize=0.7, penwidth=1.3];",
+        f'edge [arrowsize=0.7, penwidth=1.3, fontname="Helvetica,Arial,sans-serif", fontsize=12, fontcolor="{MUTED}"];',
     ]
-    for state in RequestState:
+    for state in states:
         fill = _STATE_FILLS.get(state, GROUND)
         lines.append(f'"{state.value}" [fillcolor="{fill}", color="{MUTED}", fontcolor="{TEXT}"];')
-    for a, b in pairs:
-        # A request may be aborted or fail at any time: those lines are there, and stand back.
-        at_any_time = b in (RequestState.ABORTED, RequestState.FAILED)
-        lines.append(f'"{a.value}" -> "{b.value}" [color="{GREY if at_any_time else TEXT}"];')
-    svg = dot_svg("\n".join([*lines, "}"]))
+    svg = dot_svg("\n".join([*lines, *edges, "}"]))
     size = re.search(r'<svg width="([\d.]+)(?:pt)?" height="([\d.]+)(?:pt)?"', svg)
     assert size is not None, "the program that draws graphs begins its SVG with a size"
     width, height = float(size[1]), float(size[2])
     left = max(18.0, (WIDTH - width) / 2)
     inside = f'<svg x="{number(left)}" y="46" width="{number(width)}" height="{number(height)}"' + svg[size.end() :]
-    body = [text(18, 28, "States of a request", 14, bold=True), inside]
-    return picture(body, max(WIDTH, width + 36), height + 64, alt, "states of a request")
+    body = [text(18, 28, title, 14, bold=True), inside]
+    return picture(body, max(WIDTH, width + 36), height + 64, alt, title[0].lower() + title[1:])
 
 
 def _listed(states: Iterable[RequestState]) -> str:
-    """Return states in words, in the order of their table: "a", "a or b", "a, b or c"."""
+    """Return states in words, in the order of their table."""
     chosen = set(states)
-    words = [state.value for state in RequestState if state in chosen]
-    return " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+    return listed(state.value for state in RequestState if state in chosen)

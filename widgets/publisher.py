@@ -17,6 +17,7 @@ from typing import Any
 
 from minivllm.events import BlocksEvicted, BlocksPublished, CacheReset, EngineStarted, EventLog, PoliciesChanged
 from minivllm.replay import State, fold
+from widgets.uncomputed import Uncomputed
 
 MAX_HZ = 20.0
 MAX_EVENTS_PER_MESSAGE = 2_000
@@ -209,14 +210,17 @@ def make_checkpoint(log: EventLog, seq: int) -> dict[str, Any]:
     """Return what a page needs to begin at event ``seq``: the state there, the configuration, the hashes.
 
     Requests that have ended are left out. Hashes come with parent, block, logical index and who published them.
+    ``uncomputed`` are the published blocks that nobody has computed.
     """
     state = State()
     config: dict[str, Any] = {}
     hashes: dict[str, dict[str, Any]] = {}
+    uncomputed = Uncomputed()
     last = None
     for event in log[:seq]:
         fold(state, event)
         last = event
+        uncomputed.take(event, state, config.get("block_size", 1))
         if isinstance(event, EngineStarted):
             config = event.as_dict()
         elif isinstance(event, PoliciesChanged):
@@ -236,6 +240,7 @@ def make_checkpoint(log: EventLog, seq: int) -> dict[str, Any]:
                     "by": event.request_id,
                     "seq": event.seq,
                     "salt": "",
+                    "label": "",
                 }
         elif isinstance(event, BlocksEvicted):
             for digest in event.block_hashes:
@@ -250,5 +255,6 @@ def make_checkpoint(log: EventLog, seq: int) -> dict[str, Any]:
         "ms": last.ms if last else 0.0,
         "config": config,
         "hashes": hashes,
+        "uncomputed": {str(block): {"by": by, "end": end} for block, (by, end) in uncomputed.items()},
         "state": state.as_dict(),
     }

@@ -125,6 +125,18 @@ _DEFS = el(
 )
 
 
+def diamond(x: float, y: float, fill: str, stroke_width: float | None = None) -> str:
+    """A small mark with its middle at (x, y)."""
+    d = f"M{number(x)} {number(y - 5)} l4.5 5 l-4.5 5 l-4.5 -5 z"
+    return el("path", d=d, fill=fill, stroke=BLUE, stroke_width=stroke_width)
+
+
+def two_sheets(x: float, y: float) -> str:
+    """The same, of a copy."""
+    behind = rect(x - 4.5, y - 5, 6.5, 7, ORANGE, stroke="#8a4b00", stroke_width=0.8)
+    return behind + rect(x - 1.5, y - 2, 6.5, 7, GROUND, stroke="#8a4b00", stroke_width=0.8)
+
+
 def picture(body: Iterable[str], width: float, height: float, alt: str, name: str) -> Picture:
     ground = rect(0.5, 0.5, width - 1, height - 1, GROUND, rx=8, stroke=LINE)
     size = f'width="{number(width)}" height="{number(height)}" viewBox="0 0 {number(width)} {number(height)}"'

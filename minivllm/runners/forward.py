@@ -57,13 +57,12 @@ class Forward:
 
 
 def _find_head(model: Any, body: Any) -> Layer | None:
-    head: Layer | None = getattr(model, "lm_head", None)
-    if head is not None:
-        return head
+    """Return the vocabulary product. It looks its module up in each call: an adapter may have put another one there."""
+    if getattr(model, "lm_head", None) is not None:
+        return lambda hidden: model.lm_head(hidden)
     for name in _EMBEDDINGS:
         if hasattr(body, name):
-            tied: Layer = getattr(body, name).as_linear
-            return tied
+            return lambda hidden: getattr(body, name).as_linear(hidden)
     return None
 
 

@@ -7,7 +7,8 @@ is worked out once, in a `Call`.
 
 The pool of a layer is ``[1 + num_blocks, num_kv_heads, block_size, head_dim]``. Block 0 is scratch: it pads
 short block tables, is read only under a mask, is never written, and so stays zero (a NaN there would leak
-through the mask, as 0 x NaN is NaN).
+through the mask, as 0 x NaN is NaN). For the same reason whoever drives the model lets no NaN stay in any other
+block: it wipes what came out as no number.
 
 Knows MLX arrays and block ids. Must not know the scheduler, requests' states or sampling.
 """
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from minivllm.errors import InvariantError, ModelError
-from minivllm.step import ScheduledRow
+from minivllm.step import BlockCopy, ScheduledRow
 
 SCRATCH = 0
 """Id of the block that pads block tables."""
@@ -67,6 +68,35 @@ class BlockPoolArrays:
         # head_dim].
         self._keys[layer][call.write_blocks, :, call.write_offsets] = _by_token(keys)
         self._values[layer][call.write_blocks, :, call.write_offsets] = _by_token(values)
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy whole blocks in all layers: all sources are read before any target is written. Evaluated at once.
+
+        Raises InvariantError for a block that the pool has not.
+        """
+        ids = [block_id for copy in copies for block_id in (copy.source, copy.target)]
+        if min(ids) <= SCRATCH or max(ids) > self.num_blocks:
+            raise InvariantError(
+                f"block copies name ids from {min(ids)} to {max(ids)}; the pool has 1 to {self.num_blocks}"
+            )
+        sources = mx.array([copy.source for copy in copies])
+        targets = mx.array([copy.target for copy in copies])
+        halves = (*self._keys, *self._values)
+        contents = [half[sources] for half in halves]
+        # Before the writes are asked for: a read of the pool in the same go would make each of them copy the pool.
+        mx.eval(contents)
+        for half, content in zip(halves, contents, strict=True):
+            half[targets] = content
+        del half, halves
+        self.evaluate()
+
+    def wipe(self, call: Call, row: int) -> None:
+        """Put zeros into the slots, in all layers, that one row of ``call`` wrote. Evaluated at once."""
+        written = slice(row * call.num_tokens, (row + 1) * call.num_tokens)
+        blocks, offsets = call.write_blocks[written], call.write_offsets[written]
+        for half in (*self._keys, *self._values):
+            half[blocks, :, offsets] = mx.zeros((), half.dtype)
+        self.evaluate()
 
     def read(self, layer: int, call: Call) -> tuple[mx.array, mx.array]:
         """Return the keys and values that ``call`` attends to, ``[B, num_kv_heads, S, head_dim]`` each."""
@@ -184,12 +214,13 @@ class LayerView:
     falsy, and models then attend without it, without a word).
     """
 
-    __slots__ = ("_call", "_layer", "_pool")
+    __slots__ = ("_call", "_layer", "_pool", "_written")
 
     def __init__(self, pool: BlockPoolArrays, layer: int, call: Call) -> None:
         self._pool = pool
         self._layer = layer
         self._call = call
+        self._written: tuple[mx.array, mx.array] | None = None
 
     @property
     def offset(self) -> int | mx.array:
@@ -231,4 +262,16 @@ class LayerView:
                 f"takes {expected}; choose a dense model whose rows may stand at different positions"
             )
         pool.write(self._layer, call, keys, values)
+        self._written = keys, values
         return pool.read(self._layer, call)
+
+    def wrote_numbers(self) -> mx.array:
+        """Return for each row whether all that it wrote is finite: booleans ``[B]``, still lazy.
+
+        In the last layer, that speaks for the layers before: a NaN in a token's K/V or hidden state reaches its
+        hidden state in the next layer. Raises InvariantError if the layer was not called.
+        """
+        if self._written is None:
+            raise InvariantError(f"layer {self._layer} of the model did not write its keys and values")
+        keys, values = self._written
+        return mx.isfinite(keys).all(axis=(1, 2, 3)) & mx.isfinite(values).all(axis=(1, 2, 3))

@@ -50,7 +50,12 @@ def draw(logits: mx.array, sampling: Sampling, seed: int, index: int) -> mx.arra
         # top_p.
         above = mx.cumsum(probabilities) - probabilities
         kept = mx.where(above < sampling.top_p, kept, -mx.inf)
-    return order[mx.random.categorical(kept, key=key)]
+    # Back in the order of the vocabulary, where each token has a random number of its own. In order of likelihood the
+    # number would belong to the rank: two unlikely tokens that change places by a rounding error, as between a batch
+    # and a row alone, would change the draw.
+    remaining = mx.full(scaled.shape, -mx.inf)
+    remaining[order] = kept
+    return mx.random.categorical(remaining, key=key)
 
 
 def draw_each(logits: mx.array, samplings: list[Sampling], seeds: list[int], indices: list[int]) -> mx.array:

@@ -1,51 +1,25 @@
 """A runner that computes nothing: a cost model moves a clock, and a stand-in draws the tokens.
 
 The engine cannot tell it from a real one, so that scheduling, publication and coordination run as they are, in
-no time and the same on every machine. Tokens are a function of the prompt, the sampling and the place: equal
-requests draw equal tokens, as with a real model. Must not import MLX.
+no time and the same on every machine. Tokens are a function of all that a real model's would depend on: the prompt,
+the adapter, what stands behind multimodal tokens, the sampling and the place. Equal requests draw equal tokens. Blocks
+hold nothing, so there is nothing to copy. Must not import MLX.
 """
 
 from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 
+from minivllm.block_hash import CACHE_SALT
 from minivllm.clock import VirtualClock
+from minivllm.cost import CostModel
+from minivllm.errors import RowError
 from minivllm.request import Request
 from minivllm.step import Detokenizer, Phase, ScheduledStep
 
-
-@dataclass(frozen=True, slots=True)
-class CostModel:
-    """Milliseconds that a step takes.
-
-    ``step_ms`` is a fixed part, ``prefill_ms`` a part per prefilled token. Decode costs ``decode_one_ms`` for a
-    single row and ``decode_base_ms + decode_row_ms * rows`` from two rows on, since a single row takes a faster
-    matrix-vector path on many GPUs. A row that finishes its prefill draws a token too, and counts as a decode row
-    beside its prefilled tokens.
-
-    The defaults follow from the published figures of mini-vllm-rs (4-bit Qwen2.5 0.5B, Metal GPU of a Mac mini):
-    followers' mean TTFT of 1,357.5 and 1,757.9 ms for two and four requests gives about 1.05 ms a prefilled
-    token and 12.1 ms a decoded one; its two completion figures give the line from two rows on.
-    """
-
-    step_ms: float = 12.0
-    prefill_ms: float = 1.05
-    decode_one_ms: float = 0.1
-    decode_base_ms: float = 5.0
-    decode_row_ms: float = 5.4
-
-    def step(self, num_prefill_tokens: int, num_decode_rows: int) -> float:
-        """Return the milliseconds of one step."""
-        ms = self.step_ms + self.prefill_ms * num_prefill_tokens
-        if num_decode_rows == 1:
-            ms += self.decode_one_ms
-        elif num_decode_rows > 1:
-            ms += self.decode_base_ms + self.decode_row_ms * num_decode_rows
-        return ms
-
+__all__ = ["CostModel", "VirtualRunner", "VirtualTokenizer"]
 
 _FIRST_WORD = 256
 _CONSONANTS = "bdfgklmnprstvz"
@@ -115,7 +89,9 @@ def _syllables(number: int) -> str:
 class VirtualRunner:
     """The stand-in for a model and its device.
 
-    ``on_step`` is called with each step before it counts: a lab or a test may raise there, as a device would.
+    ``on_step`` is called with each step before it counts: a lab or a test may raise there, as a device would, or abort
+    requests of the step, whose rows are then not computed. ``adapters`` are the names that requests may use; without
+    any, every name will do.
     """
 
     name = "virtual"
@@ -127,6 +103,7 @@ class VirtualRunner:
         vocab_size: int = 49_152,
         max_model_len: int = 1 << 20,
         on_step: Callable[[ScheduledStep], None] | None = None,
+        adapters: Iterable[str] | None = None,
     ) -> None:
         self.cost = cost or CostModel()
         self.clock = VirtualClock()
@@ -134,30 +111,32 @@ class VirtualRunner:
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.eos_token_ids: frozenset[int] = frozenset()
+        self.is_real = False
+        self.adapters: frozenset[str] | None = None if adapters is None else frozenset(adapters)
+        self.accepts_multimodal = True
         self._on_step = on_step
         self._digests: dict[str, bytes] = {}
 
     def allocate(self, num_blocks: int, block_size: int) -> None:
         """There is no pool."""
 
-    def execute(self, step: ScheduledStep) -> dict[str, int]:
+    def execute(self, step: ScheduledStep) -> dict[str, int | RowError]:
         """Let the step's time pass and draw the tokens."""
         if self._on_step is not None:
             self._on_step(step)
-        prefilled = sum(row.num_tokens for row in step.rows if row.phase is Phase.PREFILL)
-        sampling = sum(row.samples for row in step.rows)
+        rows = [row for row in step.rows if not row.is_withdrawn]
+        prefilled = sum(row.num_tokens for row in rows if row.phase is Phase.PREFILL)
+        sampling = sum(len(row.sampled) for row in rows)
         self.clock.advance(self.cost.step(prefilled, sampling))
-        return {row.request_id: self._draw(row.request) for row in step.rows if row.samples}
+        return {request.request_id: self._draw(request) for row in rows for request in row.sampled}
 
     def _draw(self, request: Request) -> int:
-        """Return a token that depends on the prompt, the place and, above temperature 0, the seed."""
+        """Return a token that depends on the prompt, its keys, the place and, above temperature 0, the seed."""
         digest = self._digests.get(request.request_id)
         if digest is None:
-            tokens = request.prompt_token_ids
-            digest = hashlib.sha256(struct.pack(f"<{len(tokens)}Q", *tokens)).digest()
-            if request.sampling.temperature > 0:
-                digest = hashlib.sha256(digest + struct.pack("<Q", request.seed)).digest()
-            self._digests[request.request_id] = digest
+            digest = _digest(request)
+            if not request.state.is_ended:  # a sample that was withdrawn is forgotten already
+                self._digests[request.request_id] = digest
         place = struct.pack("<Q", len(request.output_token_ids))
         number = int.from_bytes(hashlib.sha256(digest + place).digest()[:8], "little")
         if self.vocab_size <= _FIRST_WORD:
@@ -171,3 +150,17 @@ class VirtualRunner:
     def close(self) -> None:
         """Nothing to free."""
         self._digests.clear()
+
+
+def _digest(request: Request) -> bytes:
+    """Return what stands for the model's state after the prompt. The salt is no part of it: it changes no K/V."""
+    tokens = request.prompt_token_ids
+    digest = hashlib.sha256(struct.pack(f"<{len(tokens)}Q", *tokens)).digest()
+    for key in request.extra_keys:
+        if key[0] != CACHE_SALT:
+            for part in key:
+                data = str(part).encode("utf-8", "surrogatepass")
+                digest = hashlib.sha256(digest + struct.pack("<I", len(data)) + data).digest()
+    if request.sampling.temperature > 0:
+        digest = hashlib.sha256(digest + struct.pack("<Q", request.seed)).digest()
+    return digest

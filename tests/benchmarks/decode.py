@@ -54,7 +54,7 @@ class Paged:
         pool = self.runner._pool
         assert pool is not None
         request = Request(f"r{row}", tuple(self.prompts[row]))
-        part = ScheduledRow(request, 0, self.context, self.tables[row], Phase.PREFILL, False)
+        part = ScheduledRow(request, 0, self.context, self.tables[row], Phase.PREFILL)
         LayerView(pool, layer, Call.of_chunk(part, pool)).update_and_fetch(keys, values)
         pool.evaluate()
 
@@ -70,7 +70,7 @@ class Paged:
         return ScheduledStep(
             1,
             tuple(
-                ScheduledRow(request, request.num_tokens - 1, 1, table, Phase.DECODE, True)
+                ScheduledRow(request, request.num_tokens - 1, 1, table, Phase.DECODE, (request,))
                 for request, table in zip(self.requests, self.tables, strict=True)
             ),
         )
@@ -79,7 +79,9 @@ class Paged:
         """One token for every row."""
         drawn = self.runner.execute(self.scheduled())
         for request in self.requests:
-            request.append_output(drawn[request.request_id])
+            token = drawn[request.request_id]
+            assert isinstance(token, int)
+            request.append_output(token)
         return [request.output_token_ids[-1] for request in self.requests]
 
     def plan(self) -> Call:

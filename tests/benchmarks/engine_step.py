@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from minivllm import EngineConfig, EngineCore, Sampling, Submission, cpu_blas
 from minivllm.engine_thread import runner_factory
+from minivllm.errors import RowError
 from minivllm.step import Runner, ScheduledStep
 from tests.benchmarks.machine import describe
 
@@ -33,7 +34,7 @@ class TimedRunner:
     def __getattr__(self, name: str) -> object:
         return getattr(self.runner, name)
 
-    def execute(self, step: ScheduledStep) -> dict[str, int]:
+    def execute(self, step: ScheduledStep) -> dict[str, int | RowError]:
         """Time the runner's own step."""
         start = time.perf_counter()
         drawn = self.runner.execute(step)

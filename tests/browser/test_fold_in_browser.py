@@ -3,125 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from minivllm import EngineConfig, EngineCore, Submission, VirtualRunner, replay
-from minivllm.block_pool import Block
-from minivllm.events import BlocksEvicted, BlocksFreed, BlocksHit, BlocksPublished
-from minivllm.eviction import EvictionPolicy, Placement
-from minivllm.request import Sampling
+from minivllm import EngineCore, replay
+from minivllm.events import EVENT_KINDS, BlocksEvicted, BlocksFreed, BlocksHit, BlocksPublished, HashCollision
+from minivllm.eviction import EvictionPolicy
+from minivllm.step import ScheduledStep
+from tests.browser.engine_logs import CORES, Backwards, engine, placed_by, race, ran
 from widgets.lab import PANELS
+from widgets.lanes import Place, lanes_of
+from widgets.moment import moment_of
 from widgets.publisher import make_checkpoint
 
 pytestmark = pytest.mark.browser
 STATIC = Path(__file__).resolve().parents[2] / "widgets" / "static"
-
-
-def race(num_requests: int = 4, prompt: int = 70, max_tokens: int = 6, same: bool = True, **config: Any) -> EngineCore:
-    core = EngineCore(EngineConfig(**({"block_size": 4, "num_blocks": 96} | config)), VirtualRunner())
-    core.submit_batch(
-        [
-            Submission(list(range(0 if same else 1000 * i, (0 if same else 1000 * i) + prompt)), Sampling(max_tokens))
-            for i in range(num_requests)
-        ]
-    )
-    return core
-
-
-def ran(core: EngineCore) -> EngineCore:
-    core.run()
-    return core
-
-
-def aborted(steps: int, who: str) -> EngineCore:
-    core = race(coordination="single-flight", max_num_batched_tokens=32)
-    core.run(max_steps=steps)
-    core.abort(who)
-    core.run()
-    return core
-
-
-def deferred() -> EngineCore:
-    core = EngineCore(EngineConfig(coordination="single-flight"), VirtualRunner())
-    tokens = list(range(40))
-    core.submit_batch(
-        [
-            Submission(tokens, Sampling(8), "a"),
-            Submission(tokens, Sampling(8), "b", "team-a", ("a", 3)),
-            Submission(tokens, Sampling(8), "c", None, ("b", 1)),
-        ]
-    )
-    core.run()
-    return core
-
-
-def evicted_and_reset() -> EngineCore:
-    core = ran(race(3, same=False, num_blocks=40))
-    core.submit([7] * 90, max_tokens=3)
-    core.run()
-    core.reset_cache()
-    core.set_policies(coordination="single-flight", publication="incremental")
-    core.submit([7] * 90, max_tokens=3)
-    core.submit([7] * 90, max_tokens=3)
-    core.run(max_steps=3)
-    return core
-
-
-def placed_by(eviction: str | EvictionPolicy) -> EngineCore:
-    """A small pool in which prefixes are shared, kept, forgotten and found again."""
-    core = EngineCore(EngineConfig(block_size=4, num_blocks=24, eviction=eviction), VirtualRunner())
-    for starts in ((0, 500), (0, 0), (500, 900), (0, 900), (500, 500)):
-        for tail, start in enumerate(starts):
-            core.submit([*range(start, start + 21), 5000 + tail], max_tokens=6)
-        core.run()
-    return core
-
-
-class Backwards:
-    """Puts published blocks at the front and those without a hash at the back."""
-
-    name = "backwards"
-
-    def place(self, freed: Sequence[Block]) -> Placement:
-        return Placement(
-            to_front=[block for block in freed if block.block_hash is not None],
-            to_back=[block for block in freed if block.block_hash is None],
-        )
-
-
-def failed() -> EngineCore:
-    def fail(step: Any) -> None:
-        if step.number == 3:
-            raise RuntimeError("the device went away")
-
-    core = EngineCore(EngineConfig(coordination="single-flight"), VirtualRunner(on_step=fail))
-    core.submit_batch([Submission(list(range(40)), Sampling(8)) for _ in range(3)])
-    with pytest.raises(RuntimeError):
-        core.run()
-    return core
-
-
-CORES: dict[str, Callable[[], EngineCore]] = {
-    "cold race": lambda: ran(race()),
-    "incremental": lambda: ran(race(publication="incremental", max_num_batched_tokens=50)),
-    "flight after prefill": lambda: ran(race(coordination="single-flight")),
-    "flight on completion": lambda: ran(race(coordination="single-flight", release="on-completion")),
-    "leader aborted before its first step": lambda: aborted(0, "r0"),
-    "leader aborted in prefill": lambda: aborted(1, "r0"),
-    "leader aborted in decode": lambda: aborted(4, "r0"),
-    "follower aborted": lambda: aborted(1, "r2"),
-    "preemption": lambda: ran(race(6, prompt=40, max_tokens=30, same=False, num_blocks=60)),
-    "deferred with a salt": deferred,
-    "eviction, reset, other policies": evicted_and_reset,
-    "most recently used evicted first": lambda: placed_by("mru"),
-    "published blocks evicted first": lambda: placed_by(Backwards()),
-    "failed step": failed,
-}
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +43,10 @@ def blank(chromium: Browser) -> Iterator[Page]:
 
 def as_json(core: EngineCore) -> list[dict[str, Any]]:
     return json.loads(json.dumps([event.as_dict() for event in core.log]))
+
+
+def test_the_logs_hold_every_kind_of_event() -> None:
+    assert {event.kind for make in CORES.values() for event in make().log} == set(EVENT_KINDS)
 
 
 @pytest.mark.parametrize("eviction", ["mru", Backwards()])
@@ -224,6 +129,26 @@ def test_a_recording_can_be_entered_anywhere_and_takes_batches_that_overlap_but_
     assert len(result["walked"]) >= 2 * core.log.step
 
 
+def test_a_page_that_begins_at_a_checkpoint_knows_the_blocks_that_were_never_computed(blank: Page) -> None:
+    def withdraw(_step: ScheduledStep) -> None:
+        core.abort("r0")
+
+    core = engine(withdraw, publication="at-allocation")
+    core.submit(list(range(18)), max_tokens=3)
+    core.step()
+    checkpoint = make_checkpoint(core.log, len(core.log))
+    assert checkpoint["uncomputed"] == {str(block): {"by": "r0", "end": 4 * block} for block in (1, 2, 3, 4)}
+    ids = blank.evaluate(
+        """checkpoint => {
+            const recording = new lab.Recording();
+            recording.load(checkpoint);
+            return [...recording.head.scene.uncomputed.keys()];
+        }""",
+        checkpoint,
+    )
+    assert ids == [1, 2, 3, 4]
+
+
 def test_a_page_that_begins_at_a_checkpoint_ends_where_the_others_do(blank: Page) -> None:
     core = ran(race(2, publication="incremental"))
     place = len(core.log)
@@ -299,3 +224,171 @@ def test_leaving_frees_the_recording(blank: Page) -> None:
         as_json(CORES["cold race"]()),
     )
     assert left == [2, 0, 0]
+
+
+@pytest.mark.parametrize("name", CORES)
+def test_the_page_and_the_pictures_tell_the_same_of_every_request(blank: Page, name: str) -> None:
+    core = CORES[name]()
+    lanes, arrows = blank.evaluate(
+        """events => {
+            const scene = lab.initialScene();
+            for (const event of events) lab.foldScene(scene, event);
+            const at = place => [Math.round(place.ms * 1e6), place.step];
+            return [
+                scene.lanes.map(lane => [
+                    lane.id, lane.role, lane.state, lane.recovered, lane.adopted, lane.forked, lane.output, lane.salt,
+                    lane.spans.map(span => [
+                        span.phase, at(span.from), span.to && at(span.to), span.tokens, span.behind || '',
+                        span.blocks || null, span.failed || false]),
+                    lane.marks.filter(mark => mark.kind !== 'released').map(mark => [mark.kind, at(mark.at)]),
+                ]),
+                scene.arrows.map(arrow => [arrow.kind, at(arrow.at), arrow.from, arrow.to]),
+            ];
+        }""",
+        as_json(core),
+    )
+    drawn = lanes_of(core.log)
+
+    def at(place: Place | None) -> list[int] | None:
+        return None if place is None else [round(place.ms * 1e6), place.step]
+
+    assert lanes == [
+        [
+            *(lane.request_id, lane.role, lane.state, lane.recovered, lane.adopted, lane.is_forked),
+            *(lane.num_output_tokens, lane.salt),
+            [
+                [s.phase.value, at(s.start), at(s.end), s.tokens, s.behind, s.blocks and list(s.blocks), s.failed]
+                for s in lane.spans
+            ],
+            [[mark.kind, at(mark.at)] for mark in lane.marks],
+        ]
+        for lane in drawn.lanes
+    ]
+    assert arrows == [[arrow.kind, at(arrow.at), arrow.from_id, list(arrow.to_ids)] for arrow in drawn.arrows]
+
+
+@pytest.mark.parametrize("name", CORES)
+def test_the_page_knows_at_every_moment_which_published_blocks_were_never_computed(blank: Page, name: str) -> None:
+    core = CORES[name]()
+    seen = blank.evaluate(
+        """events => {
+            const scene = lab.initialScene();
+            return events.map(event => [...lab.foldScene(scene, event).uncomputed.keys()].sort((a, b) => a - b));
+        }""",
+        as_json(core),
+    )
+    ends = {event.step: event.seq for event in core.log}
+    assert {step: seen[seq] for step, seq in ends.items()} == {
+        step: sorted(moment_of(core.log, step).uncomputed) for step in ends
+    }
+    if name == "published but never computed":
+        assert seen[ends[1]] == [1, 2, 3, 4]
+    else:
+        assert not any(seen)
+
+
+def drawn_at(blank: Page, core: EngineCore, seq: int) -> None:
+    """Show the moment after the first ``seq`` events, in every panel."""
+    blank.evaluate(
+        """([events, show, seq]) => {
+            const root = document.querySelector('main');
+            root.replaceChildren();
+            const recording = new lab.Recording();
+            recording.append(0, events);
+            window.page = new lab.LabPage(root, recording, { show, title: 'A recording' });
+            page.player.seek(seq);
+            page.invalidate();
+        }""",
+        [as_json(core), list(PANELS), seq],
+    )
+
+
+def after(core: EngineCore, kind: str, number: int = -1) -> int:
+    """Return how many events there are up to the last one of a kind, or another one of them."""
+    return [event.seq for event in core.log if event.kind == kind][number] + 1
+
+
+def test_samples_are_shown_held_then_on_shared_blocks_then_with_copies(blank: Page) -> None:
+    core = CORES["samples copied on write"]()
+    drawn_at(blank, core, after(core, "step_scheduled", 0))
+    expect(blank.locator(".mvl-flight")).to_have_text(re.compile("samples.*r0 computes the prompt.*held: r0.1, r0.2"))
+    expect(blank.locator('.mvl-lane[data-request="r0.1"]')).to_have_attribute("data-state", "held")
+    expect(blank.locator(".mvl-row", has_text="r0.1")).to_contain_text("held behind r0: no block yet")
+    drawn_at(blank, core, after(core, "block_copied"))
+    expect(blank.locator('.mvl-pool [data-block="4"]')).to_have_text("3")
+    expect(blank.locator('.mvl-pool [data-block="4"]')).to_have_attribute("data-look", "owned")
+    expect(blank.locator('.mvl-tables [data-block="7"]')).to_have_attribute("data-came", "copied")
+    expect(blank.locator(".mvl-row").nth(1)).to_contain_text("7 is a copy of 5")
+    expect(blank.locator('.mvl-arrow[data-kind="fork"] .mvl-arrowhead')).to_have_count(2)
+    expect(blank.locator('.mvl-lane [data-mark="copied"]')).to_have_count(2)
+    expect(blank.locator('.mvl-keys [data-mark="copied"]')).to_be_visible()
+    expect(blank.locator('.mvl-keys [data-mark="adopted"]')).to_be_hidden()
+    blank.locator('.mvl-pool [data-block="4"]').focus()
+    expect(blank.locator(".mvl-tooltip")).to_contain_text("owned, shared by samples of one prompt")
+    blank.locator('.mvl-pool [data-block="7"]').focus()
+    expect(blank.locator(".mvl-tooltip")).to_contain_text("copied on write from block 5")
+    expect(blank.locator(".mvl-story-list")).to_contain_text(
+        "r0.1 is about to write into block 5, which other samples read: "
+        "it takes a copy, block 7 (2 tokens of K/V copied)."
+    )
+
+
+def test_who_is_held_for_a_shared_prefix_is_shown_with_leader_and_block_until_it_is_released(blank: Page) -> None:
+    core = CORES["shared prefix"]()
+    drawn_at(blank, core, after(core, "step_scheduled", 1))
+    expect(blank.locator(".mvl-flight")).to_have_text(
+        re.compile(r"prefix.*r0 computes blocks.*held: r1 \(block 4\), r2 \(block 4\), r3 \(block 4\)")
+    )
+    expect(blank.locator(".mvl-row", has_text="r1")).to_contain_text("held behind r0 for blocks 0 to 4: no block yet")
+    expect(blank.locator('.mvl-lane[data-request="r0"]')).to_have_attribute("data-role", "leader")
+    expect(blank.locator(".mvl-story-list")).to_contain_text(
+        "r0 is computing block 0 of r1, r2 and r3, so they are held behind it."
+    )
+    drawn_at(blank, core, len(core.log))
+    expect(blank.locator(".mvl-flights")).to_contain_text("Nobody waits for a shared prefix.")
+    expect(blank.locator(".mvl-story-list")).to_contain_text(
+        "r0 has published the awaited block, so r1, r2 and r3 are released."
+    )
+    expect(blank.locator(".mvl-lane-role").nth(1)).to_have_text("was held · done")
+
+
+def test_a_choice_to_compute_is_shown_with_its_two_times(blank: Page) -> None:
+    core = CORES["waited or recomputed"]()
+    drawn_at(blank, core, after(core, "step_scheduled", 0))
+    expect(blank.locator(".mvl-story-list")).to_contain_text(
+        "r0 is computing block 0 of r1 as well, but it does not wait: first token in 39 ms, or in 60 ms behind r0."
+    )
+    expect(blank.locator(".mvl-story-list")).to_contain_text("first token in 176 ms, or in 244 ms if it computed too.")
+    expect(blank.locator('.mvl-arrow[data-kind="beside"] .mvl-ring')).to_have_count(1)
+
+
+def test_adopted_blocks_and_tokens_are_shown(blank: Page) -> None:
+    core = CORES["adopted in mid-prefill"]()
+    drawn_at(blank, core, after(core, "blocks_adopted"))
+    expect(blank.locator('.mvl-tables [data-came="adopted"]')).to_have_count(9)
+    expect(blank.locator(".mvl-row").nth(1)).to_contain_text("9 blocks adopted in mid-prefill")
+    expect(blank.locator('[data-counter="recovered"]')).to_contain_text("36 adopted")
+    expect(blank.locator('[data-result-request="r1"]')).to_have_text(
+        "r1 recovered 0 of 60 prompt tokens and adopted 36"
+    )
+
+
+def test_blocks_that_were_never_computed_are_shown_and_who_reads_them(blank: Page) -> None:
+    core = CORES["published but never computed"]()
+    drawn_at(blank, core, after(core, "blocks_hit"))
+    expect(blank.locator('.mvl-pool button[data-look="uncomputed"]')).to_have_text(["?", "?", "?", "?"])
+    expect(blank.locator(".mvl-pool .mvl-legend")).to_contain_text("4 published, not computed")
+    expect(blank.locator(".mvl-story-list")).to_contain_text(
+        "r2 takes 4 blocks that r0 has published and never computed: what is read there is whatever was there before."
+    )
+
+
+def test_a_collision_is_told_with_what_would_have_been_served(blank: Page) -> None:
+    core = CORES["hash collision"]()
+    first = next(event for event in core.log if isinstance(event, HashCollision))
+    drawn_at(blank, core, first.seq + 1)
+    held, asked = (" ".join(map(str, tokens)) for tokens in (first.held_token_ids, first.token_ids))
+    expect(blank.locator(".mvl-story-list")).to_contain_text(
+        f"Two contents, one hash: block {first.block_id} has the hash ({first.block_hash[:8]}) that {first.request_id} "
+        f"asks for, but it holds token ids {held} in place of {asked}."
+    )

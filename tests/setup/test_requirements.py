@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PIN = re.compile(r"(?P<name>[A-Za-z0-9_.-]+)(\[[a-z0-9]+\])?==[\w.+]+ +# \S.*")
-OURS = {"minivllm", "widgets", "tests"}
+OURS = {"minivllm", "widgets", "tests", "labs"}
 
 
 def lines_of(name: str) -> list[str]:

@@ -6,7 +6,15 @@ from collections.abc import Iterable
 
 import pytest
 
-from minivllm.block_pool import SCRATCH_BLOCK_ID, Block, BlockPool, FreeBlockQueue
+from minivllm.block_pool import (
+    BLOCK_TRANSITIONS,
+    SCRATCH_BLOCK_ID,
+    Block,
+    BlockAction,
+    BlockPool,
+    BlockState,
+    FreeBlockQueue,
+)
 from minivllm.errors import InvariantError, OutOfBlocksError
 from minivllm.eviction import EVICTION_POLICIES, LRU, MRU
 
@@ -85,6 +93,77 @@ def test_a_block_that_is_not_in_the_queue_cannot_leave_it() -> None:
     assert queue.num_free == 1
 
 
+def links(blocks: Iterable[Block]) -> list[tuple[Block | None, Block | None]]:
+    return [(block.prev_free, block.next_free) for block in blocks]
+
+
+def test_many_blocks_leave_the_head_in_their_order() -> None:
+    queue, blocks = make_queue(5)
+    assert queue.popleft_many(3) == blocks[:3]
+    assert ids(queue) == [4, 5]
+    assert queue.num_free == 2
+    assert links(blocks[:3]) == [(None, None)] * 3
+    assert queue.popleft_many(0) == []
+    assert queue.popleft_many(2) == blocks[3:]
+    assert ids(queue) == []
+    queue.append(blocks[2])
+    assert ids(queue) == [3]
+
+
+def test_more_blocks_than_the_queue_holds_leave_it_as_it_was() -> None:
+    queue, blocks = make_queue(3)
+    before = links(blocks)
+    with pytest.raises(OutOfBlocksError, match="4 blocks were asked for and 3 are free; wait for a request to end"):
+        queue.popleft_many(4)
+    assert ids(queue) == [1, 2, 3]
+    assert links(blocks) == before
+    assert queue.num_free == 3
+
+
+def test_many_blocks_join_the_end_in_their_order() -> None:
+    queue, _ = make_queue(5)
+    taken = queue.popleft_many(4)
+    queue.append_all([taken[2], taken[0]])
+    assert ids(queue) == [5, 3, 1]
+    queue.append_all([])
+    queue.append_all([taken[1], taken[3]])
+    assert ids(queue) == [5, 3, 1, 2, 4]
+    assert queue.num_free == 5
+    assert [queue.popleft().block_id for _ in range(5)] == [5, 3, 1, 2, 4]
+
+
+@pytest.mark.parametrize("chosen", [[1, 2, 5], [5, 1, 2], [1, 2, 1], [1, 1], [5]])
+def test_if_one_of_many_is_in_the_queue_already_or_comes_twice_none_of_them_joins(chosen: list[int]) -> None:
+    for put in (FreeBlockQueue.append_all, FreeBlockQueue.prepend_all):
+        queue, blocks = make_queue(6)
+        queue.popleft_many(3)
+        before = links(blocks)
+        with pytest.raises(InvariantError, match=r"block [15] is in the free queue already"):
+            put(queue, [blocks[number - 1] for number in chosen])
+        assert ids(queue) == [4, 5, 6]
+        assert queue.num_free == 3
+        assert links(blocks) == before
+        queue.append_all(blocks[:3])
+        assert ids(queue) == [4, 5, 6, 1, 2, 3]
+
+
+def test_many_blocks_leave_from_wherever_they_are() -> None:
+    queue, blocks = make_queue(7)
+    gone = [blocks[number - 1] for number in (4, 3, 6, 1, 7)]
+    queue.remove_all(gone)
+    assert ids(queue) == [2, 5]
+    assert queue.num_free == 2
+    assert links(gone) == [(None, None)] * 5
+
+
+def test_removing_a_block_that_is_not_in_the_queue_keeps_the_length_right() -> None:
+    queue, blocks = make_queue(3)
+    with pytest.raises(InvariantError, match="block 2 is not in the free queue"):
+        queue.remove_all([blocks[1], blocks[1]])
+    assert ids(queue) == [1, 3]
+    assert queue.num_free == 2
+
+
 # -- The pool ----------------------------------------------------------------------------------------------
 
 
@@ -137,6 +216,78 @@ def test_a_count_below_0_is_an_error_at_once() -> None:
     with pytest.raises(InvariantError, match="freed once too often"):
         pool.drop(block)
     assert block.ref_count == 0
+
+
+def test_sharing_many_counts_each_and_takes_the_free_ones_out_of_the_queue() -> None:
+    pool = BlockPool(5)
+    used = pool.take(2)
+    pool.share_all([used[0], pool.blocks[4], used[1], pool.blocks[3]])
+    assert [block.ref_count for block in pool.blocks] == [2, 2, 0, 1, 1]
+    assert ids(pool.free_queue) == [3]
+    pool.share_all([])
+    assert ids(pool.free_queue) == [3]
+
+
+def test_a_free_block_that_is_hit_twice_in_one_call_leaves_the_queue_once() -> None:
+    """Two blocks of one prompt can have one weak hash."""
+    pool = BlockPool(3)
+    pool.share_all([pool.blocks[1], pool.blocks[1]])
+    assert pool.blocks[1].ref_count == 2
+    assert ids(pool.free_queue) == [1, 3]
+
+
+def test_dropping_many_tells_the_freed_from_those_still_held_in_their_order() -> None:
+    pool = BlockPool(5)
+    taken = pool.take(5)
+    pool.share_all(taken[1:3])
+    dropped = pool.drop_all(taken[::-1])
+    assert ids(dropped.freed) == [5, 4, 1]
+    assert ids(dropped.still_held) == [3, 2]
+    assert [block.ref_count for block in taken] == [0, 1, 1, 0, 0]
+    assert pool.drop_all([]) == ([], [])
+
+
+def test_a_block_that_is_dropped_twice_in_one_call_is_freed_by_the_second() -> None:
+    pool = BlockPool(1)
+    block = pool.take(1)[0]
+    pool.share(block)
+    assert pool.drop_all([block, block]) == ([block], [block])
+    assert block.ref_count == 0
+
+
+@pytest.mark.parametrize("order", [[1, 2, 3], [3, 1, 2], [1, 2, 2], [1, 2, 1]])
+def test_if_one_of_many_was_freed_once_too_often_no_count_changes(order: list[int]) -> None:
+    pool = BlockPool(3)
+    pool.drop(pool.take(3)[2])
+    with pytest.raises(InvariantError, match=r"block [123] was freed once too often"):
+        pool.drop_all([pool.blocks[number - 1] for number in order])
+    assert [block.ref_count for block in pool.blocks] == [1, 1, 0]
+
+
+def test_a_block_s_state_is_read_off_its_count_and_its_hash() -> None:
+    pool = BlockPool(1)
+    block = pool.blocks[0]
+    states = [block.state]
+    pool.take(1)
+    states.append(block.state)
+    block.block_hash = b"x" * 32
+    states.append(block.state)
+    pool.drop(block)
+    states.append(block.state)  # nobody uses it, and it is found
+    block.block_hash = None
+    states.append(block.state)
+    assert [state.value for state in states] == ["free", "owned", "published", "published", "free"]
+
+
+def test_the_table_of_transitions_says_what_may_happen_to_a_block_and_nothing_else() -> None:
+    may = {state: {a.name for s, a in BLOCK_TRANSITIONS if s is state} for state in BlockState}
+    assert may == {
+        BlockState.FREE: {"ALLOCATE"},
+        BlockState.OWNED: {"PUBLISH", "FORK", "FREE"},
+        BlockState.PUBLISHED: {"HIT", "FORK", "FREE", "EVICT", "RESET"},
+    }
+    assert {action for _, action in BLOCK_TRANSITIONS} == set(BlockAction)
+    assert set(BLOCK_TRANSITIONS.values()) == set(BlockState)
 
 
 def test_a_block_shows_its_count_and_hash_when_printed() -> None:

@@ -163,6 +163,7 @@ def test_sums_are_plain_json_values() -> None:
         "num_steps": 2,
         "queried_tokens": 5,
         "recovered_tokens": 0,
+        "adopted_tokens": 0,
         "computed_tokens": 6,
         "duplicated_blocks": 0,
         "evicted_blocks": 0,
@@ -194,3 +195,76 @@ def test_the_end_is_the_reason_of_the_engine(reason: str) -> None:
         request = core.submit([1, 2, 3], max_tokens=8, stop=(text,))
     core.run()
     assert Metrics.of(core.log).requests[request.request_id].end == reason
+
+
+def test_a_sample_neither_asks_nor_computes_its_prompt_and_its_heir_is_the_first() -> None:
+    core = small_core(num_blocks=32, max_num_batched_tokens=4)
+    core.submit([1, 2, 3, 4, 5, 6], n=3, max_tokens=2)
+    assert [r.role for r in Metrics.of(core.log).requests.values()] == ["independent", "sample", "sample"]
+    core.step()
+    core.abort("r0")
+    core.run()
+    figures = list(Metrics.of(core.log).requests.values())
+    assert [(r.role, r.end) for r in figures] == [
+        ("independent", "abort"),
+        ("independent", "length"),
+        ("sample", "length"),
+    ]
+    assert [r.queried_tokens for r in figures] == [6, 6, 0]
+    assert [r.computed_tokens for r in figures] == [4, 7, 1]
+    assert figures[1].ttft_ms == figures[2].ttft_ms == 14.0 + 14.0 + 12.0
+
+
+def test_who_waits_for_a_shared_prefix_is_held_and_who_computes_it_leads() -> None:
+    core = small_core(num_blocks=32, coordination="shared-prefix", long_prefill_token_threshold=4)
+    for own in range(3):
+        core.submit([1, 2, 3, 4, 5, 6, 7, 8, 100 + own], max_tokens=2)
+    core.step()
+    core.abort("r0")
+    core.run()
+    metrics = Metrics.of(core.log)
+    assert [(r.role, r.recovered_tokens) for r in metrics.requests.values()] == [
+        ("leader", 0),
+        ("held", 4),
+        ("held", 8),
+    ]
+
+
+def test_a_leader_of_a_flight_that_others_wait_for_keeps_its_role() -> None:
+    metrics = Metrics()
+    told = (
+        ev.FlightOpened(0, "a"),
+        ev.FlightJoined(0, "a", "b"),
+        ev.PrefixAwaited("c", "b", 0, "ff", None, None),
+        ev.PrefixAwaited("d", "a", 0, "ff", None, None),
+        ev.PrefixAwaited("e", "f", 0, "ff", None, None),
+    )
+    for seq, event in enumerate(told):
+        event.seq = seq
+    roles = {name: request.role for name, request in metrics.update(told).requests.items()}
+    assert roles == {"a": "leader", "b": "follower", "c": "held", "d": "held", "e": "held", "f": "leader"}
+
+
+def test_adopted_tokens_are_counted_apart_and_have_a_column_only_where_there_are_some() -> None:
+    # Of the twelve tokens of a step the second request gets what the first one leaves.
+    limits = {"max_num_batched_tokens": 12, "long_prefill_token_threshold": 8}
+    core = small_core(num_blocks=32, adoption=True, publication="incremental", **limits)
+    core.submit(list(range(20)), max_tokens=1)
+    core.submit(list(range(20)), max_tokens=1)
+    core.run()
+    metrics = Metrics.of(core.log)
+    adopted = sum(e.num_tokens for e in core.log if isinstance(e, ev.BlocksAdopted))
+    assert adopted > 0
+    assert [r.adopted_tokens for r in metrics.requests.values()] == [0, adopted]
+    assert (metrics.adopted_tokens, metrics.recovered_tokens) == (adopted, 0)
+    assert metrics.as_dict()["adopted_tokens"] == adopted
+    assert metrics.requests["r1"].computed_tokens + adopted == 20
+    place = metrics.columns.index("adopted")
+    assert [row[place] for row in metrics.rows()] == ["0", str(adopted)]
+    assert f"recovered, {adopted} adopted, " in repr(metrics)
+    assert "<th>adopted</th>" in metrics._repr_html_()
+    core = small_core()
+    core.submit([1, 2, 3], max_tokens=1)
+    core.run()
+    assert "adopted" not in repr(Metrics.of(core.log)) + Metrics.of(core.log)._repr_html_()
+    assert all(len(row) == len(Metrics.of(core.log).columns) for row in Metrics.of(core.log).rows())

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 
+from minivllm import events as ev
 from minivllm.config import EngineConfig
 from minivllm.engine import EngineCore
+from minivllm.live_table import LiveTable, StoryLines
 from minivllm.race import run_race
 from minivllm.runners.virtual import CostModel, VirtualRunner
+from minivllm.terminal import Channel
 from minivllm.text_timeline import Lanes, Phase, can_write, draw_timeline
 from minivllm.workloads import Race
 
@@ -137,3 +142,158 @@ def test_the_ascii_drawing_is_ascii_and_as_wide() -> None:
 def test_the_marks_are_used_where_they_can_be_written(encoding: str | None, can: bool) -> None:
     assert can_write(encoding) is can
     assert can_write("no-such-encoding") is False
+
+
+def samples(**settings: object) -> EngineCore:
+    core = small_core(**settings)
+    core.submit([1, 2, 3, 4, 5, 6, 7, 8, 9, 10], n=3, max_tokens=11)
+    return core
+
+
+def test_samples_are_held_then_fork_and_those_that_copy_a_block_say_so() -> None:
+    core = samples()
+    lanes = Lanes.of(core.log).lanes
+    assert (lanes["r0.1"].phase, lanes["r0.1"].held_words) == (Phase.HELD, "behind r0")
+    core.run()
+    assert draw_timeline(core.log, 37, ascii_only=True) == (
+        "r0 independent  ##########YC--------O\n"
+        "r0.1 sample     ::::::::::LC--------O\n"
+        "r0.2 sample     ::::::::::L---------O\n"
+        "                +---------+--------+\n"
+        "                0         100  200 ms\n"
+        ": held behind another  # prefill  - decode  Y forked  L begins as a sample  C copied a block  O done"
+    )
+
+
+def test_a_sample_takes_the_place_of_the_first_one() -> None:
+    core = samples(max_num_batched_tokens=4)
+    core.step()
+    core.abort("r0")
+    lanes = Lanes.of(core.log).lanes
+    assert [(lane.role, lane.phase, lane.behind) for lane in lanes.values()] == [
+        ("independent", None, None),
+        ("independent", Phase.WAITING, None),
+        ("sample", Phase.HELD, "r0.1"),
+    ]
+
+
+def shared_prefix(**settings: object) -> EngineCore:
+    """Prompts that share two blocks; a request computes a block a step."""
+    core = small_core(coordination="shared-prefix", long_prefill_token_threshold=4, **settings)
+    for own in range(3):
+        core.submit([1, 2, 3, 4, 5, 6, 7, 8, 100 + own], max_tokens=4)
+    return core
+
+
+def test_who_is_held_for_a_shared_prefix_names_the_leader_and_the_block() -> None:
+    core = shared_prefix()
+    core.step()
+    lanes = Lanes.of(core.log).lanes
+    assert (lanes["r0"].role, lanes["r1"].role) == ("leader", "held")
+    assert (lanes["r1"].phase, lanes["r1"].held_words) == (Phase.HELD, "behind r0 for block 1")
+    core.run()
+    drawing = draw_timeline(core.log, 60)
+    assert drawing.splitlines()[1].startswith("r1 held    ░░░░")
+    assert "░ held behind its leader" in drawing
+    assert [span.phase for span in Lanes.of(core.log).lanes["r1"].spans].count(Phase.HELD) == 1
+
+
+def adopting() -> EngineCore:
+    limits = {"max_num_batched_tokens": 12, "long_prefill_token_threshold": 8}
+    core = small_core(adoption=True, publication="incremental", **limits)
+    for _ in range(2):
+        core.submit(list(range(20)), max_tokens=4)
+    core.run()
+    return core
+
+
+def test_adoption_is_marked_where_it_happens() -> None:
+    drawing = draw_timeline(adopting().log, 60)
+    assert "◆" not in drawing.splitlines()[0]
+    assert "◆" in drawing.splitlines()[1]
+    assert "◆ adopted blocks" in drawing
+
+
+def story(events: list[ev.Event]) -> list[str]:
+    """What the lines say, without the times."""
+    lines: list[str] = []
+    StoryLines(lines.append)(events)
+    return [line.split("ms  ", 1)[1].rstrip() for line in lines]
+
+
+def test_the_story_of_samples() -> None:
+    core = samples()
+    core.run()
+    told = story(list(core.log))
+    assert "r0.1, r0.2: held behind r0, a sample of the same prompt" in told
+    assert "r0.1, r0.2: forked: run on the 3 blocks of r0, whose prompt is computed" in told
+    copied = [line for line in told if "copied block" in line]
+    assert copied == [
+        "r0: copied block 3 to block 4 (2 tokens) before its first write, as other samples read it",
+        "r0.1: copied block 3 to block 5 (2 tokens) before its first write, as other samples read it",
+    ]
+
+
+def test_the_story_of_a_first_sample_that_ends_too_early() -> None:
+    core = samples(max_num_batched_tokens=4)
+    core.step()
+    core.abort("r0")
+    assert story(list(core.log))[-1] == "r0.1: computes the prompt now, as r0 has ended before it was computed"
+
+
+def test_the_story_of_a_shared_prefix_tells_each_wait_once() -> None:
+    core = shared_prefix()
+    core.run()
+    told = story(list(core.log))
+    assert told.count("r1, r2: held behind r0, which computes its block 0") == 1
+    assert not any("its block 1" in line for line in told)
+    assert "r1, r2: released: r0 has published the awaited block" in told
+    core = shared_prefix()
+    core.step()
+    core.abort("r0")
+    core.step()
+    told = story(list(core.log))
+    assert "r1, r2: released: r0 has ended" in told
+    assert "r2: held behind r1, which computes its block 1" in told
+
+
+def test_the_story_of_a_choice_has_both_times() -> None:
+    core = small_core(coordination="wait-or-recompute", long_prefill_token_threshold=16)
+    core.submit(list(range(80)), max_tokens=1)
+    core.submit([*range(8), 98, 99], max_tokens=1)
+    core.submit([*range(78), 98, 99], max_tokens=1)
+    core.run()
+    told = story(list(core.log))
+    chosen = next(e for e in core.log if isinstance(e, ev.RecomputeChosen))
+    awaited = next(e for e in core.log if isinstance(e, ev.PrefixAwaited))
+    assert (chosen.request_id, awaited.request_id) == ("r1", "r2")
+    for words, event in (("r1: computes block 0 itself beside r0", chosen), ("r2: held behind r0, which", awaited)):
+        line = next(line for line in told if line.startswith(words))
+        assert f"({event.wait_ms:,.1f} ms to its first token if it waits, {event.recompute_ms:,.1f} ms if it" in line
+
+
+def test_the_story_of_adoption_and_of_a_collision() -> None:
+    assert "r1: adopted 4 tokens in 1 block published meanwhile" in story(list(adopting().log))
+    collision = ev.HashCollision("r5", 7, "0a", (1, 2, 3, 4), (1, 2, 8, 9))
+    assert story([collision]) == [
+        "r5: hash collision: block 7 has the hash that it asks for, but holds token ids 8 9 in place of 3 4; "
+        "it is not served"
+    ]
+    same = ev.HashCollision("r5", 7, "0a", (1, 2, 3, 4), (1, 2, 3, 4))
+    assert "holds the same tokens after another beginning" in story([same])[0]
+
+
+def test_the_live_table_says_whom_a_request_waits_for_and_what_it_adopted() -> None:
+    table = LiveTable(Channel(io.StringIO(), "standard output"), "A race", 4)
+    core = shared_prefix()
+    core.step()
+    table._lanes.update(core.log)
+    table._metrics.update(core.log)
+    rows = {name: table._row(request) for name, request in table._metrics.requests.items()}
+    assert rows["r1"][:3] == ("r1", "held", "held behind r0 for block 1")
+    table = LiveTable(Channel(io.StringIO(), "standard output"), "A race", 4)
+    log = adopting().log
+    table._lanes.update(log)
+    table._metrics.update(log)
+    adopted = table._metrics.adopted_tokens
+    assert table._row(table._metrics.requests["r1"])[4] == f"0 + {adopted} adopted"

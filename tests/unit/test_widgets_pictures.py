@@ -13,12 +13,14 @@ from xml.etree import ElementTree
 import pytest
 
 from minivllm import ConfigError, EngineConfig, EngineCore, Submission, VirtualRunner
-from minivllm.block_pool import Block
+from minivllm.block_pool import BLOCK_TRANSITIONS, Block, BlockState
 from minivllm.eviction import Placement
 from minivllm.request import TRANSITIONS, RequestState, Sampling
+from tests.browser.engine_logs import CORES
 from widgets import (
     Picture,
     compare_timelines,
+    picture_block_states,
     picture_chain,
     picture_pool,
     picture_states,
@@ -86,6 +88,7 @@ LOGS: dict[str, Callable[[], EngineCore]] = {
     "preempted": preempted,
     "failed": failed,
     "fresh": lambda: EngineCore(EngineConfig(block_size=4, num_blocks=8), VirtualRunner()),
+    **CORES,
 }
 PICTURES: dict[str, Callable[[EngineCore], Picture]] = {
     "pool": lambda core: picture_pool(core.log),
@@ -332,3 +335,115 @@ def test_the_states_of_a_request_are_drawn_from_the_table_of_transitions() -> No
     assert {state.value for state in RequestState} <= titles
     assert {f"{a.value}->{b.value}" for a, after in TRANSITIONS.items() for b in after} <= titles
     assert "Nothing follows finished, aborted or failed." in drawn.alt
+
+
+def test_the_states_of_a_block_are_drawn_from_the_table_of_transitions() -> None:
+    drawn = picture_block_states()
+    assert drawn.svg == picture_block_states().svg
+    told: dict[tuple[str, str], set[str]] = {}
+    for source, target, actions in re.findall(r"(\w+) (?:to (\w+)|stays so) by ([\w, ]+)", drawn.alt):
+        told[source, target or source] = set(re.split(r", | or ", actions))
+    table: dict[tuple[str, str], set[str]] = {}
+    for (source, action), target in BLOCK_TRANSITIONS.items():
+        table.setdefault((source.value, target.value), set()).add(action.value)
+    assert told == table
+    titles = {node.text for node in ElementTree.fromstring(drawn.svg).iter(f"{SVG}title")}
+    assert {state.value for state in BlockState} <= titles
+    assert {f"{source}->{target}" for source, target in table} <= titles
+    labels = [set(label.strip().split(", ")) for label in words(drawn)]
+    assert all(actions in labels for actions in table.values())
+
+
+# --- Samples, shared prefixes, adoption, blocks published too early -----------------------------------------
+
+
+def test_tables_name_what_samples_share_and_what_they_copied() -> None:
+    core = CORES["samples copied on write"]()
+    assert tables_text(core.log, at=2).splitlines()[1:4] == [
+        "  r0    running    1 to 4 (owned, shared by samples, ref_count 3); 6 (copy of 5, owned, ref_count 1)",
+        "  r0.1  running    1 to 4 (owned, shared by samples, ref_count 3); 7 (copy of 5, owned, ref_count 1)",
+        "  r0.2  running    1 to 4 (owned, shared by samples, ref_count 3); 5 (owned, ref_count 1)",
+    ]
+    assert "copied on write" in words(picture_tables(core.log, at=2))
+    assert "copied on write" not in words(picture_tables(core.log, at=1))
+    assert ", held behind r0" in tables_text(core.log, at=0).splitlines()[2]
+
+
+def test_the_timeline_of_samples_in_words() -> None:
+    core = CORES["samples copied on write"]()
+    assert timeline_text(core.log, axis="step") == "\n".join(
+        [
+            "r0    independent  prefill 18 (step 1) → decode 4 (steps 2 to 5) → done; recovered 0 of 18, "
+            "1 block copied on write",
+            "r0.1  sample       held behind r0 (step 1) → decode 4 (steps 2 to 5) → done; the prompt of r0, "
+            "1 block copied on write",
+            "r0.2  sample       held behind r0 (step 1) → decode 4 (steps 2 to 5) → done; the prompt of r0",
+            "r0.1, r0.2 begin on the blocks of r0 (step 1): the prompt of these samples is computed",
+            "in all 0 of 18 prompt tokens recovered",
+        ]
+    )
+    drawn = words(picture_timeline(core.log))
+    assert {"sample · done", "the prompt of r0", "block copied on write", "samples begin on the same blocks"} <= set(
+        drawn
+    )
+
+
+def test_the_timeline_of_a_first_sample_that_ends_too_early() -> None:
+    told = timeline_text(CORES["samples whose first is aborted"]().log, axis="step").splitlines()
+    assert told[1].startswith("r0.1  independent  held behind r0 (step 1) → prefill 8 (step 2)")
+    assert told[3] == "r0 hands over to r0.1 (step 1)"
+
+
+def test_the_timeline_of_a_shared_prefix_in_words() -> None:
+    told = timeline_text(CORES["shared prefix, leader aborted"]().log, axis="step").splitlines()
+    assert told[0].startswith("r0  leader  prefill 16 (step 1) → aborted;")
+    assert told[2] == (
+        "r2  held    held behind r0 for blocks 0 to 4 (step 1) → held behind r1 for blocks 4 to 8 (steps 2 to 3) → "
+        "prefill 6 (step 4) → decode 3 (steps 5 to 7) → done; recovered 40 of 46"
+    )
+    assert told[4:6] == [
+        "r0 releases r1, r2, r3 (step 1): it has ended",
+        "r1 releases r2, r3 (step 3): the awaited block is published",
+    ]
+    log = CORES["shared prefix, leader preempted"]().log
+    assert "r1 releases r2 (step 3): it was preempted" in timeline_text(log, axis="step")
+    assert "was held · done" in words(picture_timeline(log))
+    assert "no block, held behind r1" in tables_text(log, at=3)
+    assert "no block, held behind r1" in words(picture_tables(log, at=3))
+
+
+def test_a_choice_to_compute_is_told_with_its_two_times() -> None:
+    log = CORES["waited or recomputed"]().log
+    assert (
+        "r1 computes block 0 beside r0 (step 1): first token in 39 ms, or in 60 ms if it waited"
+        in timeline_text(log, axis="step").splitlines()
+    )
+    assert "computes beside another" in words(picture_timeline(log))
+
+
+def test_adopted_tokens_are_told_apart_from_recovered_ones() -> None:
+    log = CORES["adopted in mid-prefill"]().log
+    told = timeline_text(log, axis="step").splitlines()
+    assert told[1].endswith("recovered 0 of 60, adopted 36")
+    assert told[-1] == "in all 0 of 120 prompt tokens recovered, 36 adopted"
+    assert "5 (private copy, ref_count 1); 2 to 4 (adopted, published, ref_count 2)" in tables_text(log, at=2)
+    assert {"36 of 60 adopted", "adopted in mid-prefill"} <= set(words(picture_timeline(log)))
+    assert "adopted in mid-prefill" in words(picture_tables(log, at=2))
+    assert "adopted in mid-prefill" not in words(picture_tables(log))  # given back
+
+
+def test_blocks_that_were_published_and_never_computed_are_told() -> None:
+    log = CORES["published but never computed"]().log
+    assert "0 published, ref_count 0, 4 published, not computed." in picture_pool(log, at=1).alt
+    assert words(picture_pool(log, at=1)).count("?") == 4
+    assert "  r2  running    1 to 4 (published, not computed, ref_count 1); 5" in tables_text(log, at=2)
+    assert "published, not computed" in words(picture_tables(log, at=2))
+    assert "not computed" not in picture_pool(CORES["incremental"]().log, at=1).alt
+
+
+def test_the_chain_names_each_extra_key_where_it_begins() -> None:
+    drawn = words(picture_chain(CORES["adapter, multimodal and salt"]().log))
+    assert {"adapter tuned", "cache salt team-a", "multimodal dog at token 20"} <= set(drawn)
+    assert {"multimodal cat at tokens 6 to 14", "multimodal cat at tokens 7 to 15"} <= set(drawn)
+    # Where one label would cover the next, that one stands behind it.
+    assert {"adapter tuned, cache salt team-a", "· multimodal cat at tokens 6 to 14"} <= set(drawn)

@@ -330,6 +330,44 @@ def test_the_leader_is_aborted_and_the_followers_finish(desk: Callable[..., Desk
         table.hear("The cache is reset: nothing is published any more.")
 
 
+def test_who_computes_a_shared_prefix_is_aborted_and_the_held_ones_finish(desk: Callable[..., Desk]) -> None:
+    gate = threading.Event()
+
+    def wait_at_the_gate(step: ScheduledStep) -> None:
+        assert gate.wait(GUARD_S)
+
+    config = EngineConfig(long_prefill_token_threshold=1024)  # so that the others get a look in the first step
+    with Engine("virtual", config, runner=lambda: VirtualRunner(on_step=wait_at_the_gate)) as engine:
+        table = desk(engine, num_requests=3, prompt_tokens=4000, max_tokens=4, prompts="shared", shared_tokens=3904)
+        table.hear("ready")
+        table.press("fire", coordination="shared-prefix")
+        table.hear("Race 1 runs")
+        wait_until(lambda: any(event.kind == "prefix_awaited" for event in engine.log))
+        table.press("abort_leader")
+        wait_until(lambda: not engine._worker.commands.empty())
+        gate.set()
+        table.hear("r0 computed what others wait for and was aborted.")
+        table.hear("Race 1 is over.")
+        ends = {name: view.state.value for name, view in engine.state().requests.items()}
+        assert ends == {"r0": "aborted", "r1": "finished", "r2": "finished"}
+        assert table.recovered()["r2"] == 3904
+        engine.check_invariants()
+
+
+def test_what_a_real_model_refuses_is_offered_on_the_virtual_one_only(desk: Callable[..., Desk]) -> None:
+    def offered(table: Desk) -> list[str]:
+        field = next(f for f in table.console.controls["fields"] if f["name"] == "publication")
+        return [value for value, _ in field["choices"]]
+
+    table = desk(model="virtual", speed="0", num_requests=3, max_tokens=4)
+    assert offered(table) == ["on-completion", "incremental", "at-allocation"]
+    assert offered(desk(model="no-such-model")) == ["on-completion", "incremental"]
+    table.hear("virtual is ready")
+    table.press("fire", publication="at-allocation", coordination="independent")
+    table.hear("Race 1 is over.")
+    assert table.recovered() == {"r0": 0, "r1": 528, "r2": 528}  # in one step, as each layer writes before it reads
+
+
 def test_without_flights_the_oldest_request_is_aborted(desk: Callable[..., Desk]) -> None:
     table = desk(model="virtual", speed="2", num_requests=2)
     table.hear("ready")

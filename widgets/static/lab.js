@@ -26,6 +26,8 @@ export function initialState() {
     running: [],
     flights: new Map(), // id -> {leader, followers}
     released: new Set(),
+    samples: new Map(), // id of the first sample -> ids of those held behind it
+    awaiting: new Map(), // id of a request held for a shared prefix -> behind whom
   };
 }
 
@@ -34,20 +36,35 @@ const remove = (list, item) => {
   if (at >= 0) list.splice(at, 1);
 };
 
-function newRequest(state, arrival, numPrompt) {
+function newRequest(state, arrival, numPrompt, rank) {
   return {
-    state, arrival, numPrompt, numComputed: 0, numRecovered: 0, numPreemptions: 0, output: [], blockIds: [],
+    state, arrival, numPrompt, numComputed: 0, numRecovered: 0, numAdopted: 0, numPreemptions: 0, output: [], blockIds: [], rank,
   };
 }
 
-/** Put a request into the waiting list by its arrival, behind all preempted ones. */
+/**
+ * Put a request into the waiting list: by rank, within a rank preempted ones first (the newest at their head), then
+ * by arrival.
+ */
 function enqueue(state, id) {
-  const arrival = state.requests.get(id).arrival;
-  const at = state.waiting.findIndex((other) => {
-    const request = state.requests.get(other);
-    return request.state !== "preempted" && request.arrival > arrival;
-  });
+  const newest = state.requests.get(id);
+  const later = (other) => {
+    if (other.rank !== newest.rank) return other.rank > newest.rank;
+    if (newest.state === "preempted") return true;
+    return other.state !== "preempted" && other.arrival > newest.arrival;
+  };
+  const at = state.waiting.findIndex((other) => later(state.requests.get(other)));
   state.waiting.splice(at < 0 ? state.waiting.length : at, 0, id);
+}
+
+function hold(state, id) {
+  state.requests.get(id).state = "held";
+  remove(state.waiting, id);
+}
+
+function letGo(state, id) {
+  state.requests.get(id).state = "waiting";
+  enqueue(state, id);
 }
 
 function endRequest(state, id, how) {
@@ -55,6 +72,27 @@ function endRequest(state, id, how) {
   remove(state.waiting, id);
   remove(state.running, id);
   state.released.delete(id);
+  state.awaiting.delete(id);
+  for (const [first, held] of state.samples) {
+    remove(held, id);
+    if (!held.length) state.samples.delete(first);
+  }
+}
+
+/** Count blocks up that enter one more block table; those in the free queue leave it. */
+function share(state, ids) {
+  for (const id of ids) {
+    state.blocks.get(id).refCount += 1;
+    remove(state.freeQueue, id);
+  }
+}
+
+/** A block popped from the free queue, for one request to fill. */
+function own(state, id) {
+  const block = state.blocks.get(id);
+  block.state = "owned";
+  block.refCount = 1;
+  remove(state.freeQueue, id);
 }
 
 const FOLDS = {
@@ -64,11 +102,11 @@ const FOLDS = {
     s.freeQueue = [...s.blocks.keys()];
   },
   request_deferred(s, e) {
-    s.requests.set(e.request_id, newRequest("deferred", -1, 0));
+    s.requests.set(e.request_id, newRequest("deferred", -1, 0, 0));
   },
   request_arrived(s, e) {
-    s.requests.set(e.request_id, newRequest("waiting", e.arrival, e.prompt_token_ids.length));
-    s.waiting.push(e.request_id);
+    s.requests.set(e.request_id, newRequest("waiting", e.arrival, e.prompt_token_ids.length, e.rank));
+    enqueue(s, e.request_id);
   },
   request_admitted(s, e) {
     s.requests.get(e.request_id).state = "running";
@@ -92,16 +130,13 @@ const FOLDS = {
     request.numComputed = 0;
     request.numPreemptions += 1;
     remove(s.running, e.request_id);
-    s.waiting.unshift(e.request_id);
+    enqueue(s, e.request_id);
   },
   request_finished(s, e) { endRequest(s, e.request_id, "finished"); },
   request_aborted(s, e) { endRequest(s, e.request_id, "aborted"); },
   request_failed(s, e) { endRequest(s, e.request_id, "failed"); },
   blocks_hit(s, e) {
-    for (const id of e.block_ids) {
-      s.blocks.get(id).refCount += 1;
-      remove(s.freeQueue, id);
-    }
+    share(s, e.block_ids);
     s.requests.get(e.request_id).blockIds.push(...e.block_ids);
   },
   blocks_evicted(s, e) {
@@ -113,12 +148,7 @@ const FOLDS = {
     });
   },
   blocks_allocated(s, e) {
-    for (const id of e.block_ids) {
-      const block = s.blocks.get(id);
-      block.state = "owned";
-      block.refCount = 1;
-      remove(s.freeQueue, id);
-    }
+    for (const id of e.block_ids) own(s, id);
     s.requests.get(e.request_id).blockIds.push(...e.block_ids);
   },
   blocks_published(s, e) {
@@ -152,27 +182,69 @@ const FOLDS = {
   },
   flight_joined(s, e) {
     s.flights.get(e.flight_id).followers.push(e.request_id);
-    s.requests.get(e.request_id).state = "held";
-    remove(s.waiting, e.request_id);
+    hold(s, e.request_id);
   },
   flight_released(s, e) {
     s.flights.delete(e.flight_id);
     if (e.reason === "prefill") s.released.add(e.leader_id);
     for (const id of e.request_ids) {
       s.released.add(id);
-      s.requests.get(id).state = "waiting";
-      enqueue(s, id);
+      letGo(s, id);
     }
   },
   flight_handed_over(s, e) {
     const flight = s.flights.get(e.flight_id);
     flight.leader = e.to_id;
     remove(flight.followers, e.to_id);
-    s.requests.get(e.to_id).state = "waiting";
-    enqueue(s, e.to_id);
+    letGo(s, e.to_id);
   },
   flight_left(s, e) {
     remove(s.flights.get(e.flight_id).followers, e.request_id);
+  },
+  block_copied(s, e) {
+    s.blocks.get(e.source_block_id).refCount -= 1;
+    own(s, e.block_id);
+    const table = s.requests.get(e.request_id).blockIds;
+    table[table.indexOf(e.source_block_id)] = e.block_id;
+  },
+  blocks_adopted(s, e) {
+    const request = s.requests.get(e.request_id);
+    share(s, e.block_ids);
+    request.blockIds.push(...e.block_ids);
+    request.numComputed += e.num_tokens;
+    request.numAdopted += e.num_tokens;
+  },
+  sample_held(s, e) {
+    if (!s.samples.has(e.first_id)) s.samples.set(e.first_id, []);
+    s.samples.get(e.first_id).push(e.request_id);
+    hold(s, e.request_id);
+  },
+  sample_leads(s, e) {
+    const rest = s.samples.get(e.from_id).filter((id) => id !== e.to_id);
+    s.samples.delete(e.from_id);
+    if (rest.length) s.samples.set(e.to_id, rest);
+    letGo(s, e.to_id);
+  },
+  samples_forked(s, e) {
+    for (const id of e.sample_ids) {
+      const request = s.requests.get(id);
+      request.state = "running";
+      request.numComputed = s.requests.get(e.request_id).numComputed;
+      request.blockIds = [...e.block_ids];
+      s.running.push(id);
+      share(s, e.block_ids);
+    }
+    s.samples.delete(e.request_id);
+  },
+  prefix_awaited(s, e) {
+    if (!s.awaiting.has(e.request_id)) hold(s, e.request_id);
+    s.awaiting.set(e.request_id, e.leader_id);
+  },
+  prefix_released(s, e) {
+    for (const id of e.request_ids) {
+      s.awaiting.delete(id);
+      letGo(s, id);
+    }
   },
 };
 
@@ -201,14 +273,18 @@ export function asDict(state) {
       num_prompt_tokens: r.numPrompt,
       num_computed_tokens: r.numComputed,
       num_recovered_tokens: r.numRecovered,
+      num_adopted_tokens: r.numAdopted,
       num_preemptions: r.numPreemptions,
       output_token_ids: [...r.output],
       block_ids: [...r.blockIds],
+      rank: r.rank,
     })),
     waiting: [...state.waiting],
     running: [...state.running],
     flights: object(state.flights, (f) => ({ leader_id: f.leader, follower_ids: [...f.followers] })),
     released_request_ids: [...state.released].sort(),
+    samples: object(state.samples, (held) => [...held]),
+    awaiting: object(new Map([...state.awaiting].sort()), (leader) => leader),
   };
 }
 
@@ -226,14 +302,18 @@ export function fromDict(data) {
       numPrompt: r.num_prompt_tokens,
       numComputed: r.num_computed_tokens,
       numRecovered: r.num_recovered_tokens,
+      numAdopted: r.num_adopted_tokens,
       numPreemptions: r.num_preemptions,
       output: [...r.output_token_ids],
       blockIds: [...r.block_ids],
+      rank: r.rank,
     })),
     waiting: [...data.waiting],
     running: [...data.running],
     flights: map(data.flights, Number, (f) => ({ leader: f.leader_id, followers: [...f.follower_ids] })),
     released: new Set(data.released_request_ids),
+    samples: map(data.samples, same, (held) => [...held]),
+    awaiting: map(data.awaiting, same, same),
   };
 }
 
@@ -264,11 +344,13 @@ export function initialScene(perRace = false) {
     lanes: [],
     laneOf: new Map(), // id -> index in lanes
     arrows: [],
-    hashes: new Map(), // published hash -> {parent, block, index, by, arrivalSeq, step, seq, salt}
+    hashes: new Map(), // published hash -> {parent, block, index, by, arrivalSeq, step, seq, salt, label}
     notes: new Map(), // block id -> {step, by, what}
     twins: new Map(), // private copy -> block that is found in its place
+    copies: new Map(), // block copied on write -> block that it was copied from
+    uncomputed: new Map(), // published block that nobody has computed -> {by, end}: whose, and up to which token
     evicted: { seq: -1, step: -1, blocks: [] },
-    totals: { queried: 0, recovered: 0, computed: 0, published: 0, evicted: 0, preempted: 0 },
+    totals: { queried: 0, recovered: 0, adopted: 0, computed: 0, published: 0, evicted: 0, preempted: 0 },
     story: [],
   };
 }
@@ -314,7 +396,68 @@ function textKey(values, extra) {
   return `${values.length}:${hash >>> 0}:${JSON.stringify(extra)}`;
 }
 
-const saltText = (extraKeys) => extraKeys.map(([kind, value]) => `${kind.replace(/_/g, " ")} ${value}`).join(", ");
+/** What keeps blocks apart, in words. A multimodal key says which tokens its item takes up. */
+const saltText = (extraKeys) => extraKeys.map(([kind, value, first, count]) => {
+  const where = first === undefined ? "" : count === 1 ? ` at token ${first}` : ` at tokens ${first} to ${first + count - 1}`;
+  return `${kind.replace(/_/g, " ")} ${value}${where}`;
+}).join(", ");
+
+/** The same for the keys that logical block `index` is the first of its chain to have. */
+const newSaltText = (extraKeys, index, size) => saltText(extraKeys.filter(([, , first = 0]) => Math.floor(first / size) === index));
+
+const countRange = (first, last, word) => (first === last ? `${word} ${number(first)}` : `${word}s ${number(first)} to ${number(last)}`);
+
+/** Begin to wait for another, or go on to wait for a later block of the same one. Returns whether it is new. */
+function holdLane(lane, at, behind, block = null) {
+  const last = lastSpan(lane);
+  if (last && last.to === null && last.behind === behind && last.blocks && block !== null) {
+    last.blocks = [Math.min(last.blocks[0], block), Math.max(last.blocks[1], block)];
+    return false;
+  }
+  lane.state = "held";
+  lane.behind = behind;
+  closeSpan(lane, at);
+  openSpan(lane, "held", at, { behind, blocks: block === null ? null : [block, block] });
+  return true;
+}
+
+/** Need not wait for another any more; for a row, yet. */
+function releaseLane(lane, at) {
+  lane.state = "waiting";
+  lane.behind = "";
+  closeSpan(lane, at);
+  openSpan(lane, "waiting", at);
+}
+
+/** Let `to` be what `from` was; those held behind the one are held behind the other. */
+function handOver(scene, event, role) {
+  const { from_id: from, to_id: to } = event;
+  const at = place(scene, event);
+  const heir = laneFor(scene, to);
+  if (heir) {
+    for (const lane of scene.lanes) {
+      if (lane === heir || lane.state !== "held" || lane.behind !== from || lane.role !== heir.role) continue;
+      if (lane.sampleOf) lane.sampleOf = to;
+      holdLane(lane, at, to);
+    }
+    heir.role = role;
+    heir.sampleOf = "";
+    heir.marks.push({ kind: "leads", at });
+    releaseLane(heir, at);
+  }
+  scene.arrows.push({ kind: "handover", at, from, to: [to] });
+}
+
+function release(scene, event) {
+  const at = place(scene, event);
+  for (const id of event.request_ids) {
+    const lane = laneFor(scene, id);
+    if (!lane) continue;
+    releaseLane(lane, at);
+    lane.marks.push({ kind: "released", at });
+  }
+  if (event.request_ids.length) scene.arrows.push({ kind: "release", at, from: event.leader_id, to: [...event.request_ids] });
+}
 
 const SCENE = {
   engine_started(c, e) {
@@ -350,12 +493,19 @@ const SCENE = {
       state: "waiting",
       role: "alone",
       behind: "",
+      sampleOf: "",
+      forked: false, // runs on the blocks of the first sample
+      keys: e.extra_keys,
       salt: saltText(e.extra_keys),
       key: textKey(e.prompt_token_ids, e.extra_keys),
       firstKey: textKey(e.prompt_token_ids.slice(0, size), e.extra_keys),
       prompt: e.prompt_token_ids.length,
       queried: 0,
       recovered: null,
+      adopted: 0,
+      adoptedBlocks: [], // those of its table that it adopted
+      computed: 0, // tokens from the start that have K/V
+      choice: null, // {leader, block, wait, recompute}: it computes beside another
       output: 0,
       ttftMs: null,
       endMs: null,
@@ -366,7 +516,7 @@ const SCENE = {
     openSpan(lane, "waiting", at);
     c.laneOf.set(lane.id, c.lanes.length);
     c.lanes.push(lane);
-    tell(c, e, "arrived", [e.request_id], { tokens: lane.prompt, salt: lane.salt });
+    tell(c, e, "arrived", [e.request_id], { tokens: lane.prompt, salt: lane.salt, rank: e.rank });
   },
   flight_opened(c, e) {
     const lane = laneFor(c, e.leader_id);
@@ -377,47 +527,94 @@ const SCENE = {
     const lane = laneFor(c, e.request_id);
     if (lane) {
       lane.role = "follower";
-      lane.behind = e.leader_id;
-      lane.state = "held";
-      closeSpan(lane, place(c, e));
-      openSpan(lane, "held", place(c, e), { behind: e.leader_id });
+      holdLane(lane, place(c, e), e.leader_id);
     }
     tell(c, e, "joined", [e.request_id], { leader: e.leader_id });
   },
   flight_released(c, e) {
-    const at = place(c, e);
-    for (const id of e.request_ids) {
-      const lane = laneFor(c, id);
-      if (!lane) continue;
-      lane.state = "waiting";
-      closeSpan(lane, at);
-      openSpan(lane, "waiting", at);
-      lane.marks.push({ kind: "released", at });
-    }
-    if (e.request_ids.length) c.arrows.push({ kind: "release", at, from: e.leader_id, to: [...e.request_ids] });
+    release(c, e);
     tell(c, e, "released", e.request_ids, { leader: e.leader_id, reason: e.reason });
   },
   flight_handed_over(c, e) {
-    const at = place(c, e);
-    for (const lane of c.lanes) {
-      if (lane.state !== "held" || lane.behind !== e.from_id) continue;
-      closeSpan(lane, at);
-      if (lane.id === e.to_id) {
-        lane.role = "leader";
-        lane.behind = "";
-        lane.state = "waiting";
-        lane.marks.push({ kind: "leads", at });
-        openSpan(lane, "waiting", at);
-      } else {
-        lane.behind = e.to_id;
-        openSpan(lane, "held", at, { behind: e.to_id });
-      }
-    }
-    c.arrows.push({ kind: "handover", at, from: e.from_id, to: [e.to_id] });
+    handOver(c, e, "leader");
     tell(c, e, "handed", [e.to_id], { from: e.from_id });
   },
   flight_left(c, e) {
     tell(c, e, "left", [e.request_id], {});
+  },
+  sample_held(c, e) {
+    const lane = laneFor(c, e.request_id);
+    if (lane) {
+      lane.role = "sample";
+      lane.sampleOf = e.first_id;
+      holdLane(lane, place(c, e), e.first_id);
+    }
+    tell(c, e, "sampleheld", [e.request_id], { first: e.first_id });
+  },
+  sample_leads(c, e) {
+    handOver(c, e, "alone");
+    tell(c, e, "sampleleads", [e.to_id], { from: e.from_id });
+  },
+  samples_forked(c, e) {
+    const at = place(c, e);
+    const first = laneFor(c, e.request_id);
+    for (const id of e.sample_ids) {
+      const lane = laneFor(c, id);
+      if (!lane) continue;
+      lane.state = "running";
+      lane.behind = "";
+      lane.forked = true;
+      lane.computed = first ? first.computed : lane.prompt;
+      closeSpan(lane, at);
+    }
+    c.arrows.push({ kind: "fork", at, from: e.request_id, to: [...e.sample_ids] });
+    tell(c, e, "forked", e.sample_ids, { first: e.request_id, blocks: e.block_ids.length });
+  },
+  block_copied(c, e) {
+    c.copies.set(e.block_id, e.source_block_id);
+    c.notes.set(e.block_id, { step: e.step, by: e.request_id, what: `copied from block ${e.source_block_id}` });
+    const lane = laneFor(c, e.request_id);
+    if (lane) lane.marks.push({ kind: "copied", at: place(c, e) });
+    tell(c, e, "copied", [e.request_id], { source: e.source_block_id, block: e.block_id, tokens: e.num_tokens });
+  },
+  blocks_adopted(c, e) {
+    c.totals.adopted += e.num_tokens;
+    for (const id of e.block_ids) c.notes.set(id, { step: e.step, by: e.request_id, what: "adopted" });
+    const lane = laneFor(c, e.request_id);
+    if (lane) {
+      lane.adopted += e.num_tokens;
+      lane.computed += e.num_tokens;
+      lane.adoptedBlocks.push(...e.block_ids);
+      lane.marks.push({ kind: "adopted", at: place(c, e) });
+    }
+    tell(c, e, "adopted", [e.request_id], { tokens: e.num_tokens, blocks: e.block_ids.length });
+  },
+  prefix_awaited(c, e) {
+    const lane = laneFor(c, e.request_id);
+    const leader = laneFor(c, e.leader_id);
+    if (leader && leader.role === "alone") leader.role = "leader";
+    if (lane) {
+      lane.role = "held";
+      if (!holdLane(lane, place(c, e), e.leader_id, e.block_index)) return; // the same wait: not told again
+    }
+    tell(c, e, "awaited", [e.request_id], {
+      leader: e.leader_id, block: e.block_index, wait: e.wait_ms, recompute: e.recompute_ms,
+    });
+  },
+  prefix_released(c, e) {
+    release(c, e);
+    tell(c, e, "released", e.request_ids, { leader: e.leader_id, reason: e.reason });
+  },
+  recompute_chosen(c, e) {
+    const choice = { leader: e.leader_id, block: e.block_index, wait: e.wait_ms, recompute: e.recompute_ms };
+    const lane = laneFor(c, e.request_id);
+    if (lane) lane.choice = choice;
+    c.arrows.push({ kind: "beside", at: place(c, e), from: e.leader_id, to: [e.request_id] });
+    tell(c, e, "beside", [e.request_id], choice);
+  },
+  hash_collision(c, e) {
+    c.notes.set(e.block_id, { step: e.step, by: e.request_id, what: "not served: same hash, other tokens, asked for" });
+    tell(c, e, "collision", [e.request_id], { block: e.block_id, hash: e.block_hash, asked: e.token_ids, holds: e.held_token_ids });
   },
   request_admitted(c, e) {
     const lane = laneFor(c, e.request_id);
@@ -433,6 +630,7 @@ const SCENE = {
     }
     let twin = "";
     if (lane) {
+      lane.computed = e.num_recovered_tokens;
       if (!e.resumed) {
         lane.recovered = e.num_recovered_tokens;
         lane.queried = e.num_queried_tokens;
@@ -468,6 +666,10 @@ const SCENE = {
       const last = lastSpan(lane);
       if (last && last.to === null) last.tokens += e.num_tokens;
       closeSpan(lane, at);
+      lane.computed = e.start + e.num_tokens;
+    }
+    for (const [id, { by, end }] of c.uncomputed) {
+      if (by === e.request_id && end <= e.start + e.num_tokens) c.uncomputed.delete(id);
     }
     if (e.phase === "prefill") {
       c.totals.computed += e.num_tokens;
@@ -501,21 +703,30 @@ const SCENE = {
     const lane = laneFor(c, e.request_id);
     if (lane) {
       lane.state = "preempted";
+      lane.computed = 0;
       closeSpan(lane, place(c, e));
       openSpan(lane, "preempted", place(c, e));
     }
-    tell(c, e, "preempted", [e.request_id], { tokens: e.num_computed_tokens });
+    tell(c, e, "preempted", [e.request_id], { tokens: e.num_computed_tokens, order: c.config ? c.config.scheduling : "" });
   },
   request_finished(c, e) { leave(c, e, "finished", e.reason); },
   request_aborted(c, e) { leave(c, e, "aborted", ""); },
   request_failed(c, e) { leave(c, e, "failed", e.error); },
   blocks_hit(c, e) {
     for (const id of e.block_ids) c.notes.set(id, { step: e.step, by: e.request_id, what: "found in the index" });
+    const hollow = e.block_ids.filter((id) => c.uncomputed.has(id));
+    if (hollow.length) {
+      const by = c.uncomputed.get(hollow[0]).by;
+      tell(c, e, "hollow", [e.request_id], { blocks: hollow.length, by, gone: !c.active.has(by) });
+    }
   },
   blocks_evicted(c, e) {
     c.totals.evicted += e.block_ids.length;
     e.block_hashes.forEach((hash) => c.hashes.delete(hash));
-    for (const id of e.block_ids) c.notes.set(id, { step: e.step, by: e.request_id, what: "evicted" });
+    for (const id of e.block_ids) {
+      c.notes.set(id, { step: e.step, by: e.request_id, what: "evicted" });
+      c.uncomputed.delete(id);
+    }
     const fresh = c.evicted.step !== e.step;
     c.evicted = { seq: e.seq, step: e.step, blocks: fresh ? [...e.block_ids] : [...c.evicted.blocks, ...e.block_ids] };
     tell(c, e, "evicted", [e.request_id], { blocks: e.block_ids.length });
@@ -528,7 +739,14 @@ const SCENE = {
   blocks_published(c, e) {
     const lane = laneFor(c, e.request_id);
     c.totals.published += e.block_ids.length;
+    const size = c.config ? c.config.block_size : 16;
+    let early = 0;
     e.block_hashes.forEach((hash, i) => {
+      const end = (e.indices[i] + 1) * size;
+      if (lane && lane.computed < end) {
+        early += 1;
+        c.uncomputed.set(e.block_ids[i], { by: e.request_id, end });
+      }
       c.hashes.set(hash, {
         parent: e.parent_hashes[i],
         block: e.block_ids[i],
@@ -538,12 +756,13 @@ const SCENE = {
         step: e.step,
         seq: e.seq,
         salt: lane ? lane.salt : "",
+        label: lane ? newSaltText(lane.keys, e.indices[i], size) : "",
       });
       c.twins.delete(e.block_ids[i]);
       c.notes.set(e.block_ids[i], { step: e.step, by: e.request_id, what: "published" });
     });
     tell(c, e, "published", [e.request_id], {
-      blocks: e.block_ids.length, size: c.config ? c.config.block_size : 0, policy: c.config ? c.config.publication : "",
+      blocks: e.block_ids.length, size: c.config ? c.config.block_size : 0, policy: c.config ? c.config.publication : "", early: early > 0,
     });
   },
   blocks_duplicated(c, e) {
@@ -553,8 +772,11 @@ const SCENE = {
   blocks_freed(c, e) {
     for (const id of [...e.to_front, ...e.to_back]) {
       c.twins.delete(id);
+      c.copies.delete(id);
       c.notes.set(id, { step: e.step, by: e.request_id, what: "given back" });
     }
+    const lane = laneFor(c, e.request_id);
+    if (lane) lane.adoptedBlocks = [];
     // The eviction policy chose the end of the queue; whether a block can be found is told by its hash.
     const findable = new Set([...c.hashes.values()].map((entry) => entry.block));
     tell(c, e, "freed", [e.request_id], {
@@ -565,6 +787,7 @@ const SCENE = {
   },
   cache_reset(c, e) {
     c.hashes = new Map();
+    c.uncomputed = new Map();
     for (const id of e.block_ids) c.notes.set(id, { step: e.step, by: "", what: "forgotten at the reset" });
     tell(c, e, "reset", [], { blocks: e.block_ids.length });
   },
@@ -610,24 +833,46 @@ function names(ids) {
   return `${ids[0]}, ${ids[1]} … ${ids[ids.length - 1]} (${ids.length} requests)`;
 }
 
+/** What a block holds in place of what was asked for, from the first token that differs. */
+function difference(asked, holds) {
+  const first = asked.findIndex((token, i) => token !== holds[i]);
+  const some = (tokens) => tokens.slice(first, first + 4).join(" ") + (tokens.length > first + 4 ? " …" : "");
+  return first < 0 ? "it holds the same tokens after another beginning" : `it holds token ids ${some(holds)} in place of ${some(asked)}`;
+}
+
 const POLICY_WORDS = {
   "on-completion": "when their request ends", incremental: "as soon as they are full", "at-allocation": "before they are computed",
 };
 
 const STORY = {
   start: () => "The engine is ready: all blocks are free, nothing is published.",
-  policies: (ids, d) => d.coordination === "single-flight"
-    ? `New rules: blocks are published ${POLICY_WORDS[d.publication] || d.publication}; equal prompts share one flight, released ${d.release.replace(/-/g, " ")}.`
-    : `New rules: blocks are published ${POLICY_WORDS[d.publication] || d.publication}; every request works on its own.`,
+  policies: (ids, d) => {
+    const wait = {
+      "single-flight": `equal prompts share one flight, released ${d.release.replace(/-/g, " ")}`,
+      "shared-prefix": "a request is held while another computes its next block",
+      "wait-or-recompute": "a request is held while another computes its next block, if that is sooner than computing it too",
+    }[d.coordination] || "every request works on its own";
+    return `New rules: blocks are published ${POLICY_WORDS[d.publication] || d.publication}; ${wait}.`;
+  },
   deferred: (ids, d) => `${names(ids)} will arrive when ${d.after} has put out token ${d.token}.`,
-  arrived: (ids, d) => `${names(ids)} ${ids.length > 1 ? "arrive, each" : "arrives"} with ${plural(d.tokens, "prompt token")}${d.salt ? ` and ${d.salt}` : ""}.`,
+  arrived: (ids, d) => `${names(ids)} ${ids.length > 1 ? "arrive, each" : "arrives"} with ${plural(d.tokens, "prompt token")}${d.salt ? ` and ${d.salt}` : ""}${d.rank ? `, priority ${d.rank}` : ""}.`,
   opened: (ids) => `Nobody in flight has ${ids.length > 1 ? "these prompts" : "this prompt"}, so ${names(ids)} ${ids.length > 1 ? "lead" : "leads"}.`,
   joined: (ids, d) => `${names(ids)} ${ids.length > 1 ? "ask" : "asks"} exactly what ${d.leader} asks, so ${ids.length > 1 ? "they are" : "it is"} held behind it.`,
   released: (ids, d) => {
-    const why = { prefill: `${d.leader}'s prompt is published`, finished: `${d.leader} has ended`, aborted: `${d.leader} was aborted`, failed: `${d.leader} failed` }[d.reason];
+    const why = { prefill: `${d.leader}'s prompt is published`, finished: `${d.leader} has ended`, aborted: `${d.leader} was aborted`, failed: `${d.leader} failed`, published: `${d.leader} has published the awaited block`, ended: `${d.leader} has ended`, preempted: `${d.leader} was preempted` }[d.reason];
     return ids.length ? `${why}, so ${names(ids)} ${ids.length > 1 ? "are" : "is"} released.` : `${why}; nobody was held behind it.`;
   },
   handed: (ids, d) => `${d.from} ended before its prompt was published: ${names(ids)}, the oldest follower, leads now.`,
+  sampleheld: (ids, d) => `${names(ids)} ${ids.length > 1 ? "are more samples" : "is another sample"} of ${d.first}'s prompt, held until that is computed once for all.`,
+  sampleleads: (ids, d) => `${d.from} ended before its prompt was computed: ${names(ids)}, its next sample, computes it now.`,
+  forked: (ids, d) => `The prompt is computed: ${names(ids)} ${ids.length > 1 ? "run" : "runs"} on the same ${plural(d.blocks, "block")} as ${d.first}.`,
+  copied: (ids, d) => `${names(ids)} is about to write into block ${d.source}, which other samples read: it takes a copy, block ${d.block} (${plural(d.tokens, "token")} of K/V copied).`,
+  adopted: (ids, d) => `${names(ids)} ${ids.length > 1 ? "look" : "looks"} again and ${ids.length > 1 ? "adopt" : "adopts"} ${plural(d.blocks, "block")} (${plural(d.tokens, "token")})${ids.length > 1 ? " each" : ""} that others have published meanwhile.`,
+  awaited: (ids, d) => `${d.leader} is computing block ${number(d.block)} of ${names(ids)}, so ${ids.length > 1 ? "they are" : "it is"} held behind it${d.wait === null ? "" : `: first token in ${duration(d.wait)}, or in ${duration(d.recompute)} if ${ids.length > 1 ? "each" : "it"} computed too`}.`,
+  beside: (ids, d) => `${d.leader} is computing block ${number(d.block)} of ${names(ids)} as well, but ${ids.length > 1 ? "they do" : "it does"} not wait: first token in ${duration(d.recompute)}, or in ${duration(d.wait)} behind ${d.leader}.`,
+  hollow: (ids, d) => `${names(ids)} ${ids.length > 1 ? "take" : "takes"} ${plural(d.blocks, "block")}${ids.length > 1 ? " each" : ""} that ${d.by} has published and ${
+    d.gone ? "never computed: what is read there is whatever was there before" : "not computed yet: right only if this step writes them before they are read"}.`,
+  collision: (ids, d) => `Two contents, one hash: block ${d.block} has the hash (${short(d.hash)}) that ${names(ids)} ${ids.length > 1 ? "ask" : "asks"} for, but ${difference(d.asked, d.holds)}. The check of token ids refuses it; without, its K/V would have been served.`,
   left: (ids) => `${names(ids)} ${ids.length > 1 ? "leave the flight; the others wait" : "leaves the flight; the others wait"} on.`,
   lookup: (ids, d) => {
     const many = ids.length > 1;
@@ -646,7 +891,7 @@ const STORY = {
   },
   stepfailed: (ids, d) => `The step failed and counts for nothing: ${d.error}`,
   first: (ids, d) => `${ids.length > 1 ? "First tokens" : "First token"} of ${names(ids)}, ${duration(d.ms)} after arrival.`,
-  preempted: (ids, d) => `No block is free: ${names(ids)}, the newest, ${ids.length > 1 ? "give their" : "gives its"} blocks up and ${ids.length > 1 ? "wait" : "waits"} at the head of the line (${plural(d.tokens, "token")} to compute again).`,
+  preempted: (ids, d) => `No block is free: ${names(ids)}, the ${d.order === "priority" ? "least important" : "newest"}, ${ids.length > 1 ? "give their" : "gives its"} blocks up and ${ids.length > 1 ? "wait" : "waits"} at the head of ${d.order === "priority" ? "its priority" : "the line"} (${plural(d.tokens, "token")} to compute again).`,
   finished: (ids, d) => `${names(ids)} ${ids.length > 1 ? "are" : "is"} done after ${plural(d.output, "output token")}${ids.length > 1 ? " each" : ""}.`,
   aborted: (ids) => `${names(ids)} ${ids.length > 1 ? "were" : "was"} aborted.`,
   failed: (ids, d) => `${names(ids)} failed: ${d.reason}`,
@@ -656,6 +901,9 @@ const STORY = {
     : `${names(ids)} ${ids.length > 1 ? "take" : "takes"} ${plural(d.blocks, "new block")}${ids.length > 1 ? " each" : ""}.`,
   published: (ids, d) => {
     const tokens = d.size ? ` (${plural(d.blocks * d.size, "token")})` : "";
+    if (d.early) {
+      return `${names(ids)} ${ids.length > 1 ? "publish" : "publishes"} ${plural(d.blocks, "block")}${ids.length > 1 ? " each" : ""}${tokens} before computing ${d.blocks === 1 && ids.length === 1 ? "it" : "them"}: others can find what is not there yet.`;
+    }
     return ids.length > 1
       ? `${names(ids)} publish ${plural(d.blocks, "block")} each${tokens}: others can find them now.`
       : `${names(ids)} publishes ${plural(d.blocks, "block")}${tokens}: others can find ${d.blocks === 1 ? "it" : "them"} now.`;
@@ -767,6 +1015,7 @@ export class Recording {
     for (const [hash, facts] of Object.entries(checkpoint.hashes)) {
       scene.hashes.set(hash, { ...facts, arrivalSeq: -1, step: checkpoint.step, seq: facts.seq });
     }
+    for (const [id, facts] of Object.entries(checkpoint.uncomputed)) scene.uncomputed.set(Number(id), facts);
     this.head.state = fromDict(checkpoint.state);
     this.snapshots = [{ seq: checkpoint.seq, model: this.head.copy() }];
     for (const listener of this.listeners) listener();
@@ -972,11 +1221,13 @@ const BLOCK_WORDS = {
   copy: "owned, a private copy",
   used: "published, in use",
   kept: "published, nobody holds it",
+  uncomputed: "published, but not computed",
 };
 
 function blockLook(block, id, scene) {
   if (block.state === "free") return "free";
   if (block.state === "owned") return scene.twins.has(id) ? "copy" : "owned";
+  if (scene.uncomputed.has(id)) return "uncomputed";
   return block.refCount > 0 ? "used" : "kept";
 }
 
@@ -997,7 +1248,8 @@ function explainBlock(view, model, id) {
   const facts = block.hash ? model.scene.hashes.get(block.hash) : null;
   const held = holders(model, id);
   const note = model.scene.notes.get(id);
-  const lines = [`Block ${id}: ${BLOCK_WORDS[look]}`];
+  const shared = look === "owned" && block.refCount > 1;
+  const lines = [`Block ${id}: ${shared ? "owned, shared by samples of one prompt" : BLOCK_WORDS[look]}`];
   lines.push(
     held.length
       ? `ref_count ${block.refCount}: in the table of ${held.map((x) => `${x.name} (logical block ${x.index})`).join(", ")}`
@@ -1009,6 +1261,11 @@ function explainBlock(view, model, id) {
   } else if (look !== "free") {
     lines.push("no hash: nobody else can find it");
   }
+  if (shared) lines.push("who writes into it first takes a copy");
+  if (model.scene.copies.has(id)) lines.push(`copied on write from block ${model.scene.copies.get(id)}`);
+  if (look === "uncomputed") lines.push("whoever finds it reads K/V that was never written");
+  const adopters = model.scene.lanes.filter((lane) => lane.adoptedBlocks.includes(id)).map((lane) => lane.id);
+  if (adopters.length) lines.push(`adopted in mid-prefill by ${adopters.join(", ")}`);
   if (model.scene.twins.has(id)) lines.push(`the same content is published in block ${model.scene.twins.get(id)}`);
   if (facts && facts.arrivalSeq >= 0) {
     const arrival = view.recording.event(facts.arrivalSeq);
@@ -1036,10 +1293,10 @@ class PoolPanel {
     this.legend = h("p", { class: "mvl-legend" });
     this.counts = {};
     for (const [look, words] of Object.entries({
-      free: "free", owned: "owned", copy: "private copy", used: "published, in use", kept: "published, ref_count 0",
+      free: "free", owned: "owned", copy: "private copy", used: "published, in use", kept: "published, ref_count 0", uncomputed: "published, not computed",
     })) {
       this.counts[look] = h("b", {}, "0");
-      this.legend.append(h("span", {}, h("i", { class: "mvl-cell", "data-look": look, "aria-hidden": "true" }), this.counts[look], ` ${words}`));
+      this.legend.append(h("span", { hidden: look === "uncomputed" }, h("i", { class: "mvl-cell", "data-look": look, "aria-hidden": "true" }), this.counts[look], ` ${words}`));
     }
     this.title = h("span", { class: "mvl-aside" }, "number in a cell = ref_count");
     this.node = panel("pool", "Block pool", this.title, this.grid, this.note, this.legend);
@@ -1064,7 +1321,7 @@ class PoolPanel {
   }
   draw(model) {
     const { state, scene } = model;
-    const totals = { free: 0, owned: 0, copy: 0, used: 0, kept: 0 };
+    const totals = { free: 0, owned: 0, copy: 0, used: 0, kept: 0, uncomputed: 0 };
     const evicted = scene.evicted.step === scene.step ? new Set(scene.evicted.blocks) : new Set();
     let hidden = 0;
     for (const [id, block] of state.blocks) {
@@ -1082,7 +1339,7 @@ class PoolPanel {
         "data-look": look, "data-evicted": evicted.has(id) || null,
         "aria-label": `block ${id}, ${BLOCK_WORDS[look]}, ref_count ${block.refCount}`,
       });
-      setText(entry.node, evicted.has(id) ? "×" : look === "free" ? "" : look === "kept" ? "·" : String(block.refCount));
+      setText(entry.node, evicted.has(id) ? "×" : look === "free" ? "" : look === "kept" ? "·" : look === "uncomputed" ? "?" : String(block.refCount));
     }
     for (const [id, entry] of this.cells) {
       if (state.blocks.has(id)) continue;
@@ -1092,12 +1349,36 @@ class PoolPanel {
     setText(this.note, state.blocks.size > MAX_CELLS
       ? `The first ${number(MAX_CELLS)} of ${number(state.blocks.size)} blocks are drawn; ${number(hidden)} of the others hold something.` : "");
     for (const [look, node] of Object.entries(this.counts)) setText(node, number(totals[look]));
+    this.counts.uncomputed.parentNode.hidden = totals.uncomputed === 0; // only where blocks are published too early
   }
 }
 
 const STATE_WORDS = {
   waiting: "waiting", held: "held", running: "running", preempted: "preempted", finished: "done", aborted: "aborted", failed: "failed",
 };
+
+/** Role and state, short enough to stand beside a lane. */
+function roleWords(lane) {
+  const state = STATE_WORDS[lane.state] || lane.state;
+  if (lane.role === "alone" || lane.role === lane.state) return state;
+  return `${lane.role === "held" ? "was held" : lane.role} · ${state}`;
+}
+
+/** Whom a held request waits for, and for which blocks. */
+function heldWords(lane) {
+  const last = lastSpan(lane);
+  const blocks = last && last.blocks ? ` for ${countRange(last.blocks[0], last.blocks[1], "block")}` : "";
+  return `held behind ${lane.behind}${blocks}`;
+}
+
+/** How blocks came into a table, where that is out of the ordinary. */
+function cameWords(lane, items, scene) {
+  const adopted = items.filter((item) => lane.adoptedBlocks.includes(item.id));
+  const copied = items.filter((item) => scene.copies.has(item.id));
+  const parts = copied.map((item) => `${item.id} is a copy of ${scene.copies.get(item.id)} (❐)`);
+  if (adopted.length) parts.push(`${plural(adopted.length, "block")} adopted in mid-prefill (◇)`);
+  return parts.join(", ");
+}
 
 class TablesPanel {
   constructor(view) {
@@ -1133,12 +1414,13 @@ class TablesPanel {
         setAll(chip, {
           "data-look": blockLook(block, item.id, scene),
           "data-shared": block.refCount > 1 || null,
+          "data-came": lane.adoptedBlocks.includes(item.id) ? "adopted" : scene.copies.has(item.id) ? "copied" : null,
           style: filled < 1 ? `--fill:${Math.round(filled * 100)}%` : null,
         });
       });
-      let note = "";
+      let note = cameWords(lane, items, scene);
       if (!items.length) {
-        note = { held: `held behind ${lane.behind}: no block yet`, waiting: "waiting: no block yet", preempted: "preempted: gave its blocks up" }[lane.state]
+        note = { held: `${heldWords(lane)}: no block yet`, waiting: "waiting: no block yet", preempted: "preempted: gave its blocks up" }[lane.state]
           || (ENDED.has(lane.state) ? `${STATE_WORDS[lane.state]}: gave its blocks back` : "no block yet");
       }
       setText(node.parts.note, note);
@@ -1204,6 +1486,7 @@ class ChainPanel {
       const y = rowOf * (H + 12) + 6;
       let x = fromX;
       const fromY = fromRow * (H + 12) + 6 + H / 2;
+      let labelEnd = 0;
       shown.forEach((item, i) => {
         const left = LEFT + column * (W + GAP);
         const mid = y + H / 2;
@@ -1225,10 +1508,13 @@ class ChainPanel {
             s("text", { x: left + W / 2, y: y + 28, class: "mvl-id" }, String(item.block)));
           content.push(node);
           this.boxes.push({ node, block: item.block });
-          if (item.index === 0 && item.salt) {
-            content.push(s("text", { x: left, y: y - 1, class: "mvl-salt" }, item.salt));
-          } else if (item.orphan) {
-            content.push(s("text", { x: left, y: y - 1, class: "mvl-salt" }, "parent evicted"));
+          const label = item.label || (item.orphan ? "parent evicted" : "");
+          if (label) {
+            // A label says which tokens it is about, so it may stand further right than its block.
+            const words = left < labelEnd ? `· ${label}` : label;
+            const at = Math.max(left, labelEnd);
+            content.push(s("text", { x: at, y: y - 1, class: "mvl-salt" }, words));
+            labelEnd = at + words.length * 6 + 4;
           }
           x = left + W;
           column += 1;
@@ -1263,6 +1549,10 @@ class ChainPanel {
   }
 }
 
+const GLYPHS = { first: "●", recovered: "◆", adopted: "◇", copied: "❐", finished: "✓", aborted: "✕", failed: "!", leads: "★", fork: "┳", beside: "┊" };
+const MORE_WORDS = { adopted: "adopted", copied: "block copied on write", fork: "samples begin", beside: "computes beside another" };
+const ABOVE = new Set(["recovered", "adopted", "copied", "leads"]);
+
 class TimelinePanel {
   constructor(view) {
     this.view = view;
@@ -1288,6 +1578,12 @@ class TimelinePanel {
       ([phase, words]) => h("span", {}, h("i", { class: "mvl-key", "data-phase": phase, "aria-hidden": "true" }), words)),
     h("span", {}, h("i", { class: "mvl-key-mark", "data-mark": "first", "aria-hidden": "true" }, "●"), "first token"),
     h("span", {}, h("i", { class: "mvl-key-mark", "data-mark": "recovered", "aria-hidden": "true" }, "◆"), "recovered"));
+    // Not every engine has these: their keys come with them.
+    this.more = ["adopted", "copied", "fork", "beside"].map((kind) => {
+      const node = h("span", { hidden: true }, h("i", { class: "mvl-key-mark", "data-mark": kind, "aria-hidden": "true" }, GLYPHS[kind]), MORE_WORDS[kind]);
+      legend.append(node);
+      return { kind, node };
+    });
     this.node = panel("timeline", "Timeline", h("span", { class: "mvl-axis", role: "group", "aria-label": "Axis" }, ...this.buttons), legend, this.empty, this.svg);
     this.observer = new ResizeObserver((entries) => {
       this.width = entries[0].contentRect.width;
@@ -1345,6 +1641,9 @@ class TimelinePanel {
       setText(text, `${seconds ? Number((value / 1000).toFixed(2)) : number(value)}${last ? unit : ""}`);
     });
 
+    for (const { kind, node } of this.more) {
+      node.hidden = !(scene.arrows.some((arrow) => arrow.kind === kind) || lanes.some((lane) => lane.marks.some((mark) => mark.kind === kind)));
+    }
     const yOf = new Map();
     lanes.forEach((lane, i) => yOf.set(lane.id, TOP + i * height + height / 2));
     this.rows.update(lanes, (lane) => lane.arrivalSeq, (node, lane) => {
@@ -1355,7 +1654,7 @@ class TimelinePanel {
       setAll(parts.name, { y: y - 1 });
       setText(parts.name, lane.id.length > 13 ? `${lane.id.slice(0, 12)}…` : lane.id);
       setAll(parts.role, { y: y + 10 });
-      setText(parts.role, lane.role === "alone" ? STATE_WORDS[lane.state] : `${lane.role} · ${STATE_WORDS[lane.state]}`);
+      setText(parts.role, roleWords(lane));
       const spans = lane.spans.map((span, index) => ({ span, index })).filter(({ span }) => span.to === null || span.to[axis] > span.from[axis]);
       parts.spans.update(spans, (item) => item.index, (group, { span }) => {
         const [rect, text] = group.childNodes;
@@ -1370,23 +1669,23 @@ class TimelinePanel {
           fill: span.phase === "held" || span.phase === "preempted" ? `url(#${this.view.uid}-${span.phase})` : null,
         });
         const tokens = span.tokens || span.planned || 0;
-        const long = { held: `held behind ${span.behind}`, waiting: "waiting", preempted: "preempted", prefill: `prefill ${number(tokens)}`, decode: `decode ${number(tokens)}` }[span.phase];
-        const brief = span.phase === "prefill" || span.phase === "decode" ? number(tokens) : "";
+        const held = `held behind ${span.behind}`;
+        const long = { held: span.blocks ? `${held} for ${countRange(span.blocks[0], span.blocks[1], "block")}` : held, waiting: "waiting", preempted: "preempted", prefill: `prefill ${number(tokens)}`, decode: `decode ${number(tokens)}` }[span.phase];
+        const brief = span.phase === "prefill" || span.phase === "decode" ? number(tokens) : span.phase === "held" ? held : "";
         const fits = (words) => words.length * 6.1 + 8 < wide;
         const words = fits(long) ? long : fits(brief) ? brief : "";
         setAll(text, { x: left + wide / 2, y: y + 3.7, "data-phase": span.phase, class: "mvl-span-text" });
         setText(text, words);
       });
-      const glyph = { first: "●", recovered: "◆", finished: "✓", aborted: "✕", failed: "!", leads: "★" };
-      const marks = lane.marks.filter((mark) => glyph[mark.kind]).map((mark, index) => ({ mark, index }));
+      const marks = lane.marks.filter((mark) => GLYPHS[mark.kind]).map((mark, index) => ({ mark, index }));
       parts.marks.update(marks, (item) => item.index, (text, { mark }) => {
         const right = ENDED.has(mark.kind);
-        setAll(text, { x: x(mark.at[axis]) + (right ? 9 : 0), y: mark.kind === "recovered" || mark.kind === "leads" ? y - bar / 2 - 1 : y + (right ? 4.5 : bar / 2 + 4), "data-mark": mark.kind });
-        setText(text, glyph[mark.kind]);
+        setAll(text, { x: x(mark.at[axis]) + (right ? 9 : 0), y: ABOVE.has(mark.kind) ? y - bar / 2 - 1 : y + (right ? 4.5 : bar / 2 + 4), "data-mark": mark.kind });
+        setText(text, GLYPHS[mark.kind]);
       });
       setAll(parts.facts, { x: width - RIGHT + 24, y: y - 1 });
-      setText(parts.facts, lane.recovered === null ? "–" : `${number(lane.recovered)} of ${number(lane.prompt)}${narrow ? "" : " recovered"}`);
-      setAll(parts.facts, { "data-some": lane.recovered > 0 || null });
+      setText(parts.facts, this.facts(lane, narrow));
+      setAll(parts.facts, { "data-some": lane.recovered > 0 || lane.adopted > 0 || null });
       setAll(parts.facts2, { x: width - RIGHT + 24, y: y + 10 });
       setText(parts.facts2, lane.ttftMs === null ? "" : `TTFT ${duration(lane.ttftMs)}${narrow ? "" : ` · ${plural(lane.output, "token")} out`}`);
     });
@@ -1406,12 +1705,20 @@ class TimelinePanel {
       group.replaceChildren(
         s("path", { d: `M${at} ${from} V${Math.max(...ys)} M${at} ${from} V${Math.min(from, ...ys)}` }),
         s("circle", { cx: at, cy: from, r: 3.5 }),
-        ...ys.map((y) => s("path", { class: "mvl-arrowhead", d: `M${at - 1} ${y - 4.5} l8 4.5 l-8 4.5 z` })),
+        ...ys.map((y) => arrow.kind === "beside" ? s("circle", { class: "mvl-ring", cx: at, cy: y, r: 3.5 }) : s("path", { class: "mvl-arrowhead", d: `M${at - 1} ${y - 4.5} l8 4.5 l-8 4.5 z` })),
       );
     });
   }
+  facts(lane, narrow) {
+    if (lane.forked) return narrow ? `as ${lane.sampleOf}` : `the prompt of ${lane.sampleOf}`;
+    if (lane.recovered === null) return "–";
+    if (!lane.adopted) return `${number(lane.recovered)} of ${number(lane.prompt)}${narrow ? "" : " recovered"}`;
+    if (narrow) return `${number(lane.recovered)} + ${number(lane.adopted)} of ${number(lane.prompt)}`;
+    return lane.recovered ? `${number(lane.recovered)} rec., ${number(lane.adopted)} adopted` : `${number(lane.adopted)} of ${number(lane.prompt)} adopted`;
+  }
   label(scene) {
-    return `Timeline. ${scene.lanes.map((lane) => `${lane.id} ${lane.role === "alone" ? "" : `${lane.role} `}${STATE_WORDS[lane.state]}, ${lane.recovered || 0} of ${lane.prompt} tokens recovered`).join("; ")}`;
+    return `Timeline. ${scene.lanes.map((lane) => `${lane.id} ${lane.role === "alone" ? "" : `${lane.role} `}${STATE_WORDS[lane.state]}, ${
+      lane.forked ? this.facts(lane, false) : `${lane.recovered || 0} of ${lane.prompt} tokens recovered${lane.adopted ? `, ${lane.adopted} adopted` : ""}`}`).join("; ")}`;
   }
 }
 
@@ -1429,18 +1736,29 @@ class FlightsPanel {
     this.node = panel("flights", "Flights", null, this.body, this.empty, this.released);
   }
   draw({ state, scene }) {
-    const flights = [...state.flights].map(([id, flight]) => ({ id, ...flight }));
-    this.rows.update(flights, (flight) => flight.id, (node, flight) => {
+    const rows = [...state.flights].map(([id, flight]) => ({ key: `f${id}`, title: `flight ${id}`, leader: flight.leader, does: "leads", held: flight.followers }));
+    for (const [first, held] of state.samples) rows.push({ key: `s${first}`, title: "samples", leader: first, does: "computes the prompt", held });
+    const waits = new Map();
+    for (const [id, leader] of state.awaiting) waits.set(leader, [...(waits.get(leader) || []), id]);
+    for (const [leader, held] of waits) {
+      const blocks = held.map((id) => {
+        const span = laneFor(scene, id) && lastSpan(laneFor(scene, id));
+        return span && span.blocks ? `${id} (block ${number(span.blocks[1])})` : id;
+      });
+      rows.push({ key: `p${leader}`, title: "prefix", leader, does: "computes blocks", held: blocks });
+    }
+    this.rows.update(rows, (row) => row.key, (node, row) => {
       const [id, leader, arrow, held] = node.parts;
-      setText(id, `flight ${flight.id}`);
-      setText(leader, `${flight.leader} leads`);
-      setAll(leader, { "data-request": flight.leader });
-      arrow.hidden = !flight.followers.length;
-      setText(held, flight.followers.length ? `held: ${flight.followers.join(", ")}` : "nobody is held");
+      setText(id, row.title);
+      setText(leader, `${row.leader} ${row.does}`);
+      setAll(leader, { "data-request": row.leader });
+      arrow.hidden = !row.held.length;
+      setText(held, row.held.length ? `held: ${row.held.join(", ")}` : "nobody is held");
     });
-    const single = scene.config && scene.config.coordination === "single-flight";
-    this.empty.hidden = flights.length > 0;
-    setText(this.empty, single ? "No flight is open." : "No coordination: every request is on its own.");
+    this.empty.hidden = rows.length > 0;
+    setText(this.empty, {
+      "single-flight": "No flight is open.", "shared-prefix": "Nobody waits for a shared prefix.", "wait-or-recompute": "Nobody waits for a shared prefix.",
+    }[scene.config && scene.config.coordination] || "No coordination: every request is on its own.");
     setText(this.released, state.released.size ? `Released, not ended yet: ${[...state.released].sort().join(", ")}` : "");
   }
 }
@@ -1465,8 +1783,9 @@ class CountersPanel {
       setText(this.values[name].value, value);
       setText(this.values[name].note, note);
     };
-    const { queried, recovered, computed } = scene.totals;
-    set("recovered", number(recovered), queried ? `of ${number(queried)} asked for: hit rate ${((100 * recovered) / queried).toFixed(1)}%` : "nothing asked for yet");
+    const { queried, recovered, computed, adopted } = scene.totals;
+    const later = adopted ? `; ${number(adopted)} adopted` : "";
+    set("recovered", number(recovered), queried ? `of ${number(queried)} asked for: hit rate ${((100 * recovered) / queried).toFixed(1)}%${later}` : "nothing asked for yet");
     this.bar.style.width = `${queried ? (100 * recovered) / queried : 0}%`;
     set("computed", number(computed), "tokens");
     const times = scene.lanes.map((lane) => lane.ttftMs).filter((ms) => ms !== null);
@@ -1529,19 +1848,21 @@ class ResultPanel {
     this.node = panel("result", "Result", null, this.empty, this.total, this.list);
   }
   draw({ scene }) {
-    const looked = scene.lanes.filter((lane) => lane.recovered !== null);
+    const looked = scene.lanes.filter((lane) => lane.recovered !== null || lane.forked);
     const over = scene.lanes.length > 0 && scene.active.size === 0;
     this.empty.hidden = looked.length > 0;
     this.node.dataset.over = String(over);
     this.items.update(looked, (lane) => lane.arrivalSeq, (node, lane) => {
       const role = lane.role === "alone" ? "" : ` (${lane.role})`;
+      const adopted = lane.adopted ? ` and adopted ${number(lane.adopted)}` : "";
       const end = lane.state === "finished" || lane.state === "running" ? "" : `, ${STATE_WORDS[lane.state]}`;
       setAll(node, { "data-result-request": lane.id, "data-recovered": lane.recovered, "data-prompt": lane.prompt, "data-role": lane.role, "data-state": lane.state });
-      setText(node, `${lane.id}${role} recovered ${number(lane.recovered)} of ${number(lane.prompt)} prompt tokens${end}`);
+      setText(node, `${lane.id}${role} ${lane.forked
+        ? `ran on the prompt of ${lane.sampleOf}` : `recovered ${number(lane.recovered)} of ${number(lane.prompt)} prompt tokens${adopted}`}${end}`);
     });
-    const { queried, recovered, computed } = scene.totals;
+    const { queried, recovered, computed, adopted } = scene.totals;
     setAll(this.total, { "data-recovered": recovered, "data-queried": queried, "data-over": String(over) });
-    setText(this.total, !looked.length ? "" : `${over ? "In all" : "So far"}: ${number(recovered)} of ${number(queried)} prompt tokens recovered, ${number(computed)} computed.`);
+    setText(this.total, !looked.length ? "" : `${over ? "In all" : "So far"}: ${number(recovered)} of ${number(queried)} prompt tokens recovered, ${adopted ? `${number(adopted)} adopted, ` : ""}${number(computed)} computed.`);
   }
 }
 
@@ -1762,10 +2083,18 @@ ${root} ${what} rect{stroke:var(--mvl-lit);stroke-width:2}`).join("\n"));
     const lane = laneFor(model.scene, id);
     const request = model.state.requests.get(id);
     if (!lane || !request) return [id];
-    const lines = [`${id}: ${lane.role === "alone" ? "" : `${lane.role}, `}${STATE_WORDS[lane.state] || lane.state}`];
-    if (lane.state === "held") lines.push(`waits for ${lane.behind}, which computes the same prompt`);
+    const lines = [`${id}: ${roleWords(lane).replace(" ·", ",")}`];
+    const last = lastSpan(lane);
+    if (lane.state === "held" && last && last.blocks) lines.push(`waits for ${lane.behind}, which computes its block ${number(last.blocks[1])}`);
+    else if (lane.state === "held") lines.push(`waits for ${lane.behind}, which computes the same prompt${lane.sampleOf ? " for all its samples" : ""}`);
+    else if (lane.forked) lines.push(`a sample: runs on the prompt that ${lane.sampleOf} computed`);
     lines.push(`${plural(lane.prompt, "prompt token")}, ${number(request.numComputed)} with K/V, ${plural(lane.output, "output token")}`);
     if (lane.recovered !== null) lines.push(`${number(lane.recovered)} of ${number(lane.queried)} tokens recovered from the cache`);
+    if (lane.adopted) lines.push(`${plural(lane.adopted, "token")} adopted in mid-prefill`);
+    if (lane.choice) {
+      const { leader, block, wait, recompute } = lane.choice;
+      lines.push(`computes block ${number(block)} beside ${leader}: first token in ${duration(recompute)}, or in ${duration(wait)} if it waited`);
+    }
     lines.push(request.blockIds.length ? `${plural(request.blockIds.length, "block")} in its table` : "no block in its table");
     if (lane.ttftMs !== null) lines.push(`TTFT ${duration(lane.ttftMs)}`);
     if (lane.salt) lines.push(`extra keys: ${lane.salt}`);
