@@ -491,7 +491,8 @@ def build_parser() -> _Parser:
         "--allow-unsafe",
         default="",
         metavar="POLICY",
-        help="name an unsafe publication policy here, too, to run it on a real model: its answers may be wrong",
+        help="name an unsafe publication policy here, too, to run it on a real model: its answers may be wrong "
+        "(default: none)",
     )
     made.add_argument("--model", default="smollm2", metavar="NAME", help=_MODEL_HELP)
     made.add_argument(
@@ -504,7 +505,12 @@ def build_parser() -> _Parser:
         "and the table then goes to standard error",
     )
 
-    bench = _new_parser("bench", "What things cost on this machine.", _BENCH_EXAMPLES, commands)
+    bench = _new_parser(
+        "bench",
+        "Measure what things cost on this machine, beside the obvious way of doing them.",
+        _BENCH_EXAMPLES,
+        commands,
+    )
     under = bench.add_subparsers(metavar="WHAT", parser_class=_Parser)
     made = command(under, "manager", bench_manager, _BENCH_MANAGER, _BENCH_EXAMPLES)
     made.add_argument("--runs", type=_whole, default=50, metavar="N", help="runs of each (default: 50)")

@@ -72,6 +72,8 @@ class EngineConfig:
         _whole("max_num_batched_tokens", self.max_num_batched_tokens, 1, 1 << 20, "2048 is the default budget")
         _whole("max_num_seqs", self.max_num_seqs, 1, 1024, "8 rows is the default")
         _whole("long_prefill_token_threshold", self.long_prefill_token_threshold, 0, 1 << 20, "0 sets no limit")
+        if isinstance(self.admission, str):
+            object.__setattr__(self, "admission", self.admission.lower().replace("_", "-"))
         if self.admission not in ADMISSIONS:
             raise UnknownNameError(f"no admission is called {self.admission!r}; {nearest(self.admission, ADMISSIONS)}")
         _number("watermark", self.watermark, 0.0, 0.9, "a share of the pool, such as 0.05")

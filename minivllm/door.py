@@ -115,12 +115,14 @@ class Door:
             cache_salt=salt,
         )
 
+        count = submission.sampling.n
         name = submission.request_id
         if name is None:
-            name = next(n for n in map("r{}".format, self._ids) if not in_use(n))
+            fresh = map("r{}".format, self._ids)
+            name = next(each for each in fresh if not any(map(in_use, _sample_names(each, count))))
         elif not isinstance(name, str) or not name:
             raise InvalidRequestError(f"request_id is {name!r}; it must be a string of one character or more")
-        sample_names = [name, *[f"{name}.{number}" for number in range(1, submission.sampling.n)]]
+        sample_names = _sample_names(name, count)
         for each in sample_names:
             if in_use(each):
                 raise DuplicateRequestError(f"request id {each!r} is in use; choose another or leave it out")
@@ -195,6 +197,11 @@ class Door:
         return other, count
 
 
+def _sample_names(name: str, count: int) -> list[str]:
+    """Return the ids of all samples of a request, its own first."""
+    return [name, *[f"{name}.{number}" for number in range(1, count)]]
+
+
 def make_sampling(sampling: Sampling | None, fields: dict[str, Any]) -> Sampling:
     """Return ``sampling``, or a Sampling of the fields given by name. Raises InvalidRequestError for both."""
     if not fields:
@@ -205,7 +212,7 @@ def make_sampling(sampling: Sampling | None, fields: dict[str, Any]) -> Sampling
         return Sampling(**fields)
     except TypeError as error:
         raise InvalidRequestError(
-            f"{error}; sampling has max_tokens, temperature, top_p, top_k, seed, stop and ignore_eos"
+            f"{error}; sampling has max_tokens, temperature, top_p, top_k, seed, stop, ignore_eos and n"
         ) from None
 
 

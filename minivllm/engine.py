@@ -13,7 +13,7 @@ computes, nor the rules of any policy.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ from minivllm.errors import (
     MiniVLLMError,
     RowError,
     UnknownRequestError,
+    describe,
 )
 from minivllm.flights import Coordinator, LetGo, Outlook, Role
 from minivllm.kv_cache_manager import ComputedBlocks, KVCacheManager
@@ -194,6 +195,8 @@ class EngineCore:
                 raise DuplicateRequestError(
                     f"request id {request.request_id!r} is in use; choose another or leave it out"
                 )
+        for request in (request for prepared in batch for request in prepared.requests):
+            request.rank = self._rank(request)  # before anything is held: a policy may answer nonsense
         for prepared in batch:
             request = prepared.request
             for each in prepared.requests:
@@ -210,7 +213,7 @@ class EngineCore:
     def _check_open(self) -> None:
         if self.error is not None:
             raise EngineDeadError(
-                f"the engine stopped on an error ({_describe(self.error)}); make a new engine to go on"
+                f"the engine stopped on an error ({describe(self.error)}); make a new engine to go on"
             ) from self.error
         if self._closed:
             raise EngineClosedError("the engine is closed; make a new one to go on")
@@ -261,7 +264,6 @@ class EngineCore:
     def _enlist(self, request: Request) -> None:
         """Give a request its number and seed, and put it into the waiting list."""
         request.arrival = next(self._arrivals)
-        request.rank = self._rank(request)
         request.seed = request.sampling.seed if request.sampling.seed is not None else request.arrival
         self.log.append(
             ev.RequestArrived(
@@ -315,7 +317,7 @@ class EngineCore:
             self.die(error)
             if not isinstance(error, Exception):  # Ctrl-C is the caller's, not a fault to wrap
                 raise
-            raise EngineDeadError(f"the engine stopped in step {self.log.step}: {_describe(error)}") from error
+            raise EngineDeadError(f"the engine stopped in step {self.log.step}: {describe(error)}") from error
         finally:
             self._in_step = False
         return True
@@ -342,31 +344,37 @@ class EngineCore:
             if row.samples:
                 self._put_out_all(row, drawn)
 
-    def _check_drawn(self, rows: Sequence[ScheduledRow], drawn: dict[str, int | RowError]) -> None:
-        """Raise InvariantError unless there is one result for each request that draws."""
+    def _check_drawn(self, rows: Sequence[ScheduledRow], drawn: Mapping[str, int | RowError]) -> None:
+        """Raise InvariantError unless there is one good result for each request that draws."""
+        if not isinstance(drawn, Mapping):
+            raise InvariantError(f"the runner returned {drawn!r}; it must return tokens by request id")
         expected = {request.request_id for row in rows for request in row.sampled}
         failed = {row.request_id for row in rows if isinstance(drawn.get(row.request_id), RowError)}
         if drawn.keys() != expected | failed:
-            raise InvariantError(f"the runner drew tokens for {sorted(drawn)}, not for {sorted(expected)}")
+            raise InvariantError(f"the runner drew tokens for {sorted(map(str, drawn))}, not for {sorted(expected)}")
+        vocab_size = self.runner.vocab_size
         for name, token in drawn.items():
-            if isinstance(token, bool) or not isinstance(token, (int, RowError)):
-                raise InvariantError(f"the runner drew {token!r} for request {name!r}; a token id is a whole number")
+            is_token = isinstance(token, int) and not isinstance(token, bool) and 0 <= token < vocab_size
+            if not is_token and not isinstance(token, RowError):
+                raise InvariantError(
+                    f"the runner drew {token!r} for request {name!r}; a token id is a whole number from 0 to "
+                    f"{vocab_size - 1}"
+                )
 
-    def _fail_non_finite(self, row: ScheduledRow, drawn: dict[str, int | RowError]) -> None:
+    def _fail_non_finite(self, row: ScheduledRow, drawn: Mapping[str, int | RowError]) -> None:
         """End the requests of a row whose numbers came out as NaN or infinite. Nothing of the row is published.
 
-        All samples of a prompt hang on the same numbers. Those of the row that are held are failed first, so that
-        none takes the first one's place.
+        All samples of a prompt hang on the same numbers. Those that are held are failed first, so that none takes the
+        first one's place.
         """
-        if not isinstance(drawn.get(row.request_id), RowError):
-            return
-        samples = self.scheduler.samples.get(row.request_id, ())
-        error = drawn[row.request_id]
-        assert isinstance(error, RowError)
+        samples = tuple(self.scheduler.samples.get(row.request_id, ()))
+        own = drawn.get(row.request_id)
         for request in (*reversed(samples), row.request):
-            self._end(request, RequestState.FAILED, error=error)
+            error = own if isinstance(own, RowError) else drawn.get(request.request_id)
+            if isinstance(error, RowError):
+                self._end(request, RequestState.FAILED, error=error)
 
-    def _put_out_all(self, row: ScheduledRow, drawn: dict[str, int | RowError]) -> None:
+    def _put_out_all(self, row: ScheduledRow, drawn: Mapping[str, int | RowError]) -> None:
         """Hand the drawn tokens out: of the request and, at the end of its prompt, of its further samples."""
         samples = self.scheduler.fork(row.request)
         for sample in samples:
@@ -515,7 +523,7 @@ class EngineCore:
             self.log.append(ev.RequestAborted(name))
         else:
             request.finish_reason = "error"
-            self.log.append(ev.RequestFailed(name, _describe(error) if error else "unknown"))
+            self.log.append(ev.RequestFailed(name, describe(error) if error else "unknown"))
         if name in self._in_flight:
             self._in_flight.remove(name)
             self._let_go(self.coordinator.request_ended(name, end, prompt_is_published=prompt_is_published))
@@ -593,7 +601,7 @@ class EngineCore:
         Every request fails with the error, and every block is freed.
         """
         self.error = error
-        self.log.append(ev.StepFailed(_describe(error)))
+        self.log.append(ev.StepFailed(describe(error)))
         # Followers first: then no flight can make one of them leader while all are ending.
         order = {RequestState.DEFERRED: 0, RequestState.HELD: 1}
         for request in sorted(self.requests.values(), key=lambda r: order.get(r.state, 2)):
@@ -609,7 +617,7 @@ class EngineCore:
             name = request.request_id
             request.state = RequestState.FAILED
             if not any(isinstance(e, ev.RequestFailed) and e.request_id == name for e in self.log.since(start)):
-                self.log.append(ev.RequestFailed(name, _describe(error)))
+                self.log.append(ev.RequestFailed(name, describe(error)))
             self._listener(Output(name, None, "", RequestState.FAILED, error))
 
     # -- Between steps -------------------------------------------------------------------------------------
@@ -674,8 +682,3 @@ class EngineCore:
     def check_invariants(self) -> None:
         """Raise InvariantError if any of the books is wrong. Between steps only."""
         check_books(self)
-
-
-def _describe(error: BaseException) -> str:
-    text = str(error)
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -38,6 +38,7 @@ from minivllm.errors import (
     InvalidRequestError,
     MiniVLLMError,
     RequestFailedError,
+    describe,
 )
 from minivllm.events import EventLog
 from minivllm.metrics import Metrics
@@ -226,6 +227,10 @@ class _Call:
             self.future.set_exception(error)
 
     def refuse(self, error: BaseException) -> None:
+        if not isinstance(error, (EngineDeadError, EngineClosedError)):
+            dead = EngineDeadError(f"the engine stopped on an error ({describe(error)}); make a new engine to go on")
+            dead.__cause__ = error
+            error = dead
         self.future.set_exception(error)
 
 

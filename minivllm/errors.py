@@ -62,6 +62,12 @@ class EngineClosedError(MiniVLLMError, RuntimeError):
     """The engine was closed; make a new one to go on."""
 
 
+def describe(error: BaseException) -> str:
+    """Return the error in words: its kind and its message."""
+    text = str(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
 def nearest(name: object, known: Iterable[str]) -> str:
     """Return a hint: the known name nearest to ``name`` if one is near, else the list of all of them."""
     choices = list(known)

@@ -324,9 +324,7 @@ def check_safetensors(path: Path, what: str = "the model") -> None:
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, struct.error) as error:
         raise ModelError(f"{path} is not a whole safetensors file; fetch {what} again.") from error
     if size_bytes < expected_bytes:
-        raise ModelError(
-            f"{path} is cut off ({size_bytes} of {expected_bytes} bytes are there); fetch {what} again."
-        )
+        raise ModelError(f"{path} is cut off ({size_bytes} of {expected_bytes} bytes are there); fetch {what} again.")
 
 
 def _refuse_unless_dense(name: str, model: Module) -> None:

@@ -231,11 +231,13 @@ def _part_of_log(core: EngineCore, start: int) -> list[ev.Event]:
 
 
 def _free_prefix(race: Race, core: EngineCore, reserved: Container[str]) -> str:
-    """Return "r", or "race2-r" and so on where an earlier race has used those ids."""
-    number, prefix = 1, "r"
-    while any(name in core.requests or name in reserved for name in (f"{prefix}{i}" for i in range(race.num_requests))):
-        number += 1
-        prefix = f"race{number}-r"
+    """Return "r", or "race2-r" and so on where an earlier race has used those ids, or ids of their samples."""
+    numbers = [str(number) for number in range(race.num_requests)]
+    ids = numbers + [f"{number}.{sample}" for number in numbers for sample in range(1, race.samples)]
+    count, prefix = 1, "r"
+    while any(prefix + each in core.requests or prefix + each in reserved for each in ids):
+        count += 1
+        prefix = f"race{count}-r"
     return prefix
 
 

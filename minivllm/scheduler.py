@@ -38,7 +38,7 @@ class SchedulingPolicy(Protocol):
     name: str
 
     def rank(self, request: Request) -> int:
-        """Return the request's rank, once, when it arrives: lower goes first."""
+        """Return the request's rank: lower goes first. Asked once, when it is let in; it has no arrival number yet."""
         ...
 
 

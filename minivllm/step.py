@@ -7,6 +7,7 @@ chunks. Knows tokens, positions and block ids; must not know how a runner comput
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -167,7 +168,7 @@ class Runner(Protocol):
         """Make the K/V pool, once, before the first step: blocks 1 to ``num_blocks``, and block 0 as scratch."""
         ...
 
-    def execute(self, step: ScheduledStep) -> dict[str, int | RowError]:
+    def execute(self, step: ScheduledStep) -> Mapping[str, int | RowError]:
         """Do the copies, write the K/V of every row, and draw the next token of each request in ``row.sampled``.
 
         Returns the drawn token by request id, or a RowError where the numbers came out as NaN or infinite (for a
