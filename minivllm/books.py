@@ -37,7 +37,7 @@ def state_of(core: EngineCore) -> State:
             request.num_preemptions,
             list(request.output_token_ids),
             list(manager.block_ids(name)),
-            request.rank,
+            request.rank if request.arrival >= 0 else 0,
         )
     state.waiting = [request.request_id for request in core.scheduler.waiting]
     state.running = [request.request_id for request in core.scheduler.running]

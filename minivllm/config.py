@@ -81,10 +81,13 @@ class EngineConfig:
             _number("ttft_target_ms", self.ttft_target_ms, 0.0, 1e9, "milliseconds, such as 200, or None")
         if self.cost is not None and not isinstance(self.cost, CostModel):
             raise ConfigError(f"cost is {self.cost!r}; pass a CostModel(...), or None for the runner's own")
-        unsafe = [name for name, policy in PUBLICATION_POLICIES.items() if not is_safe(policy)]
-        if self.allow_unsafe and self.allow_unsafe not in (*unsafe, policy_name(self.publication)):
+        unsafe = {name for name, policy in PUBLICATION_POLICIES.items() if not is_safe(policy)}
+        if not is_safe(self.publication_policy):
+            unsafe.add(policy_name(self.publication_policy))  # a student's own
+        if self.allow_unsafe and self.allow_unsafe not in unsafe:
             raise UnknownNameError(
-                f"allow_unsafe is {self.allow_unsafe!r}; it names an unsafe publication policy: {', '.join(unsafe)}"
+                f"allow_unsafe is {self.allow_unsafe!r}; it names an unsafe publication policy: "
+                + ", ".join(sorted(unsafe))
             )
         # Ask for each policy once, so that a wrong name is reported here and not in the engine.
         for name in ("publication", "coordination", "release", "eviction", "prefix_index", "block_hash", "scheduling"):
