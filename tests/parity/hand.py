@@ -14,9 +14,12 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models import llama, qwen2, qwen3
 from mlx_lm.models.cache import make_prompt_cache
 
+from minivllm.adapters import Adapters
+from minivllm.block_hash import make_extra_keys
+from minivllm.errors import RowError
 from minivllm.models import LoadedModel
 from minivllm.request import Request, Sampling
-from minivllm.step import Phase, ScheduledRow, ScheduledStep
+from minivllm.step import BlockCopy, Phase, ScheduledRow, ScheduledStep
 
 VOCAB = 97
 _SIZES: dict[str, Any] = {
@@ -132,9 +135,11 @@ class Hand:
     _seen: list[mx.array] = field(default_factory=list)
 
     @classmethod
-    def over(cls, loaded: LoadedModel, *, block_size: int = 4, num_blocks: int = 96) -> Hand:
+    def over(
+        cls, loaded: LoadedModel, *, block_size: int = 4, num_blocks: int = 96, adapters: Adapters | None = None
+    ) -> Hand:
         """Make a runner with a pool. Blocks are given out in a scrambled order."""
-        runner = MLXRunner(loaded)
+        runner = MLXRunner(loaded, adapters)
         runner.allocate(num_blocks, block_size)
         free = [int(block) + 1 for block in np.random.default_rng(5).permutation(num_blocks)]
         hand = cls(runner, block_size, num_blocks, free=free)
@@ -150,12 +155,18 @@ class Hand:
         return hand
 
     def request(
-        self, request_id: str, prompt_ids: Sequence[int], sampling: Sampling | None = None, seed: int = 0
+        self,
+        request_id: str,
+        prompt_ids: Sequence[int],
+        sampling: Sampling | None = None,
+        seed: int = 0,
+        adapter: str | None = None,
     ) -> Request:
         """Make a request with an empty block table."""
         self.tables[request_id] = []
         self.logits[request_id] = []
-        return Request(request_id, tuple(prompt_ids), sampling=sampling or Sampling(), seed=seed)
+        keys = make_extra_keys(adapter=adapter)
+        return Request(request_id, tuple(prompt_ids), sampling or Sampling(), keys, seed=seed)
 
     def share(self, donor: Request, request: Request, num_tokens: int) -> None:
         """Put the donor's first blocks at the head of the request's table: these tokens need no computing."""
@@ -169,8 +180,29 @@ class Hand:
         self.tables[request.request_id] = []
         request.num_computed_tokens = 0
 
-    def step(self, *parts: tuple[Request, int]) -> dict[str, int]:
-        """Run one step in which each request computes so many tokens, and hand out what was drawn."""
+    def contents(self, request: Request) -> np.ndarray:
+        """Return what the pool holds for the request's computed tokens: [layers, 2, heads, tokens, dim]."""
+        pool = self.runner._pool
+        assert pool is not None
+        table = mx.array(self.tables[request.request_id])
+        halves = [
+            np.array(half[table]).transpose(1, 0, 2, 3).reshape(pool.num_kv_heads, -1, pool.head_dim)
+            for pair in zip(pool._keys, pool._values, strict=True)
+            for half in pair
+        ]
+        whole = np.stack(halves).reshape(-1, 2, *halves[0].shape)
+        return whole[:, :, :, : request.num_computed_tokens]
+
+    def step(
+        self,
+        *parts: tuple[Request, int],
+        samples: dict[str, tuple[Request, ...]] | None = None,
+        copies: Sequence[BlockCopy] = (),
+    ) -> dict[str, int | RowError]:
+        """Run one step in which each request computes so many tokens, and hand out what was drawn.
+
+        ``samples`` names further requests that draw from the logits of a request's row.
+        """
         rows = []
         for request, count in parts:
             end = request.num_computed_tokens + count
@@ -178,22 +210,30 @@ class Hand:
             while len(table) * self.block_size < end:
                 table.append(self.free.pop(0))
             phase = Phase.DECODE if request.is_decoding else Phase.PREFILL
-            samples = end == request.num_tokens
-            rows.append(ScheduledRow(request, request.num_computed_tokens, count, tuple(table), phase, samples))
+            sampled = (request, *(samples or {}).get(request.request_id, ())) if end == request.num_tokens else ()
+            rows.append(ScheduledRow(request, request.num_computed_tokens, count, tuple(table), phase, sampled))
         self.number += 1
         self._seen.clear()
-        drawn = self.runner.execute(ScheduledStep(self.number, tuple(rows)))
-        self._keep_logits(rows)
+        drawn = self.runner.execute(ScheduledStep(self.number, tuple(rows), tuple(copies)))
+        self._keep_logits([row for row in rows if not row.is_withdrawn])
         for row in rows:
+            if row.is_withdrawn:
+                continue
             row.request.num_computed_tokens += row.num_tokens
-            if row.samples:
-                row.request.append_output(drawn[row.request_id])
+            for request in row.sampled:
+                token = drawn[request.request_id]
+                if not isinstance(token, RowError):
+                    request.append_output(token)
         return drawn
 
     def _keep_logits(self, rows: list[ScheduledRow]) -> None:
-        """Match the calls of the step with its rows: the call for single tokens first, then one per chunk."""
-        single = [row for row in rows if row.num_tokens == 1]
-        calls = ([single] if single else []) + [[row] for row in rows if row.num_tokens > 1 and row.samples]
+        """Match the calls of the step with its rows: for each adapter the call for single tokens, then the chunks."""
+        calls = []
+        for adapter in dict.fromkeys(row.request.adapter for row in rows):
+            own = [row for row in rows if row.request.adapter == adapter]
+            single = [row for row in own if row.num_tokens == 1]
+            calls += [single] if any(row.samples for row in single) else []
+            calls += [[row] for row in own if row.num_tokens > 1 and row.samples]
         for group, seen in zip(calls, self._seen, strict=True):
             for row, logits in zip(group, np.array(seen.astype(mx.float32)), strict=True):
                 if row.samples:

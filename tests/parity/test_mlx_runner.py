@@ -199,7 +199,7 @@ def test_the_slots_written_are_those_of_the_block_table(llama_model: LoadedModel
     """Positions 6 to 9 with blocks 5, 2, 7 of 4 tokens: slots 2 and 3 of block 2, 0 and 1 of block 7."""
     pool = BlockPoolArrays(1, 8, 2, 4, 16, mx.float32)
     request = Request("r", tuple(prompt(10)))
-    call = Call.of_chunk(ScheduledRow(request, 6, 4, (5, 2, 7), Phase.PREFILL, True), pool)
+    call = Call.of_chunk(ScheduledRow(request, 6, 4, (5, 2, 7), Phase.PREFILL), pool)
     assert call.offset == 6
     assert call.length == 10
     assert call.write_blocks.tolist() == [2, 2, 7, 7]
@@ -210,7 +210,7 @@ def test_the_slots_written_are_those_of_the_block_table(llama_model: LoadedModel
 def test_each_row_of_a_batch_sees_its_own_tokens_only() -> None:
     pool = BlockPoolArrays(1, 8, 1, 4, 16, mx.float32)
     rows = [
-        ScheduledRow(Request(name, tuple(prompt(start + 1))), start, 1, table, Phase.DECODE, True)
+        ScheduledRow(Request(name, tuple(prompt(start + 1))), start, 1, table, Phase.DECODE)
         for name, start, table in (("a", 2, (3,)), ("b", 4, (1, 2)))
     ]
     call = Call.of_single_tokens(rows, pool)
@@ -412,14 +412,14 @@ def test_a_block_table_that_does_not_fit_is_refused_before_anything_is_written(
     runner.allocate(8, 4)
     request = Request("r", tuple(prompt(9)))
     with pytest.raises(InvariantError, match=says):
-        runner.execute(ScheduledStep(1, (ScheduledRow(request, start, count, table, Phase.PREFILL, False),)))
+        runner.execute(ScheduledStep(1, (ScheduledRow(request, start, count, table, Phase.PREFILL),)))
     assert runner._pool is not None
     assert not np.array(runner._pool._keys[0]).any()
 
 
 def test_a_layer_that_wants_a_sliding_window_is_refused() -> None:
     pool = BlockPoolArrays(1, 8, 2, 4, 16, mx.float32)
-    row = ScheduledRow(Request("r", tuple(prompt(9))), 0, 9, (1, 2, 3), Phase.PREFILL, True)
+    row = ScheduledRow(Request("r", tuple(prompt(9))), 0, 9, (1, 2, 3), Phase.PREFILL)
     view = LayerView(pool, 0, Call.of_chunk(row, pool))
     with pytest.raises(ModelError, match="sliding window of 4"):
         view.make_mask(9, window_size=4)
@@ -429,7 +429,7 @@ def test_a_layer_that_wants_a_sliding_window_is_refused() -> None:
 
 def test_keys_of_another_shape_are_refused() -> None:
     pool = BlockPoolArrays(1, 8, 2, 4, 16, mx.float32)
-    row = ScheduledRow(Request("r", tuple(prompt(9))), 0, 9, (1, 2, 3), Phase.PREFILL, True)
+    row = ScheduledRow(Request("r", tuple(prompt(9))), 0, 9, (1, 2, 3), Phase.PREFILL)
     view = LayerView(pool, 0, Call.of_chunk(row, pool))
     with pytest.raises(ModelError, match="layer 0 made keys"):
         view.update_and_fetch(mx.zeros((1, 2, 9, 8)), mx.zeros((1, 2, 9, 8)))
@@ -437,7 +437,7 @@ def test_keys_of_another_shape_are_refused() -> None:
 
 def test_a_view_is_what_models_take_for_a_plain_cache() -> None:
     pool = BlockPoolArrays(1, 8, 2, 4, 16, mx.float32)
-    row = ScheduledRow(Request("r", (1,)), 0, 1, (1,), Phase.PREFILL, True)
+    row = ScheduledRow(Request("r", (1,)), 0, 1, (1,), Phase.PREFILL)
     view = LayerView(pool, 0, Call.of_chunk(row, pool))
     assert view
     assert not hasattr(view, "bits")
@@ -473,7 +473,7 @@ def test_a_closed_runner_says_so(llama_model: LoadedModel) -> None:
     with pytest.raises(InvariantError, match="allocates once"):
         runner.allocate(8, 4)
     runner.close()
-    row = ScheduledRow(Request("r", (1,)), 0, 1, (1,), Phase.PREFILL, True)
+    row = ScheduledRow(Request("r", (1,)), 0, 1, (1,), Phase.PREFILL)
     with pytest.raises(InvariantError, match="closed"):
         runner.execute(ScheduledStep(1, (row,)))
 

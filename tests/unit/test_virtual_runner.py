@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from minivllm import events as ev
+from minivllm.block_hash import MultimodalItem
 from minivllm.config import EngineConfig
 from minivllm.engine import EngineCore
-from minivllm.request import Request, Sampling
+from minivllm.request import Request, RequestState, Sampling
 from minivllm.runners.virtual import CostModel, VirtualRunner, VirtualTokenizer
-from minivllm.step import Phase, Runner, ScheduledRow, ScheduledStep
+from minivllm.step import BlockCopy, Phase, Runner, ScheduledRow, ScheduledStep
 from tests.unit.small import events_of, run
 
 COST = CostModel(step_ms=10.0, prefill_ms=1.0, decode_one_ms=0.5, decode_base_ms=5.0, decode_row_ms=2.0)
@@ -27,7 +28,7 @@ def row(
     name: str, start: int, count: int, total: int, *, samples: bool = True, phase: Phase = Phase.PREFILL
 ) -> ScheduledRow:
     request = Request(name, tuple(range(total)))
-    return ScheduledRow(request, start, count, (), phase, samples)
+    return ScheduledRow(request, start, count, (), phase, (request,) if samples else ())
 
 
 def drawn(prompt: list[int], max_tokens: int = 4, vocab_size: int = 49_152, **sampling: Any) -> list[int]:
@@ -116,6 +117,62 @@ def test_greedy_draws_do_not_depend_on_the_seed_and_hot_ones_do() -> None:
     assert drawn([1, 2], temperature=0.5, seed=1) == drawn([1, 2], temperature=0.5, seed=1)
 
 
+def test_tokens_depend_on_the_adapter_and_on_what_stands_behind_multimodal_tokens_and_not_on_the_salt() -> None:
+    cat, dog = MultimodalItem("cat", 0, 2), MultimodalItem("dog", 0, 2)
+    outputs = [
+        drawn([1, 2, 3]),
+        drawn([1, 2, 3], adapter="left"),
+        drawn([1, 2, 3], adapter="right"),
+        drawn([1, 2, 3], multimodal=[cat]),
+        drawn([1, 2, 3], multimodal=[dog]),
+        drawn([1, 2, 3], multimodal=[MultimodalItem("cat", 1, 2)]),
+        drawn([1, 2, 3], multimodal=[cat], adapter="left"),
+        drawn([1, 2, 3], multimodal=[MultimodalItem("left", 0, 2)]),
+    ]
+    assert len({tuple(output) for output in outputs}) == len(outputs)
+    assert outputs[0] == drawn([1, 2, 3], cache_salt="left") == TOKENS
+    assert outputs[1] == drawn([1, 2, 3], adapter="left", cache_salt="mine")
+    assert drawn([1, 2, 3], cache_salt="left", temperature=0.7, seed=5) == HOT_TOKENS
+    assert drawn([1, 2, 3], adapter="left", temperature=0.7, seed=5) != HOT_TOKENS
+
+
+def test_any_adapter_will_do_unless_the_runner_was_given_names() -> None:
+    assert VirtualRunner().adapters is None
+    assert VirtualRunner(adapters=["left", "right"]).adapters == frozenset({"left", "right"})
+
+
+def test_samples_of_one_row_draw_what_lone_requests_with_their_seeds_would() -> None:
+    samples = tuple(Request(f"a.{n}", (1, 2, 3), Sampling(temperature=0.7), seed=5 + n) for n in range(3))
+    runner = VirtualRunner(COST)
+    outcome = runner.execute(ScheduledStep(1, (ScheduledRow(samples[0], 0, 3, (), Phase.PREFILL, samples),)))
+    assert runner.clock.now_ms() == 10.0 + 3.0 + 5.0 + 3 * 2.0, "each sample counts as a row that draws"
+    lone = [drawn([1, 2, 3], 1, temperature=0.7, seed=5 + n)[0] for n in range(3)]
+    assert list(outcome.values()) == lone and len(set(lone)) == 3
+    assert list(outcome) == ["a.0", "a.1", "a.2"]
+
+
+def test_a_row_that_was_withdrawn_is_not_computed_and_takes_no_time() -> None:
+    kept = row("kept", 0, 7, 7)
+    gone = row("gone", 0, 40, 40)
+    runner = VirtualRunner(COST, on_step=lambda step: gone.request.move_to(RequestState.ABORTED))
+    assert runner.execute(ScheduledStep(1, (kept, gone))).keys() == {"kept"}
+    assert runner.clock.now_ms() == 17.5
+
+
+def test_a_sample_that_was_withdrawn_before_it_drew_leaves_nothing_behind() -> None:
+    samples = tuple(Request(f"a.{n}", (1, 2, 3)) for n in range(2))
+    runner = VirtualRunner(on_step=lambda step: samples[1].move_to(RequestState.ABORTED))
+    runner.execute(ScheduledStep(1, (ScheduledRow(samples[0], 0, 3, (), Phase.PREFILL, samples),)))
+    assert runner._digests.keys() == {"a.0"}
+
+
+def test_copies_cost_nothing_and_change_no_token() -> None:
+    plain, copying = VirtualRunner(COST), VirtualRunner(COST)
+    rows = (row("a", 7, 1, 8, phase=Phase.DECODE),)
+    assert plain.execute(ScheduledStep(1, rows)) == copying.execute(ScheduledStep(1, rows, (BlockCopy(1, 2),)))
+    assert plain.clock.now_ms() == copying.clock.now_ms()
+
+
 @pytest.mark.parametrize("vocab_size", [1, 2, 256, 257, 300, 49_152])
 def test_every_token_is_in_the_vocabulary(vocab_size: int) -> None:
     tokens = drawn([0, 0], max_tokens=40, vocab_size=vocab_size)
@@ -139,10 +196,10 @@ def test_the_name_of_a_request_may_come_again_in_another_engine_with_another_pro
     """Nothing is kept under an id once its request has ended."""
     runner = VirtualRunner()
     request = Request("a", (1, 2), Sampling(max_tokens=1))
-    first = runner.execute(ScheduledStep(1, (ScheduledRow(request, 0, 2, (), Phase.PREFILL, True),)))
+    first = runner.execute(ScheduledStep(1, (ScheduledRow(request, 0, 2, (), Phase.PREFILL, (request,)),)))
     runner.forget("a")
     other = Request("a", (3, 4), Sampling(max_tokens=1))
-    second = runner.execute(ScheduledStep(2, (ScheduledRow(other, 0, 2, (), Phase.PREFILL, True),)))
+    second = runner.execute(ScheduledStep(2, (ScheduledRow(other, 0, 2, (), Phase.PREFILL, (other,)),)))
     assert first != second
 
 
@@ -174,6 +231,7 @@ def test_bytes_that_are_no_text_are_shown_and_do_not_swallow_what_follows() -> N
 def test_the_runner_is_one_to_the_type_checker_and_needs_no_mlx() -> None:
     runner: Runner = VirtualRunner()
     assert runner.name == "virtual"
+    assert not runner.is_real and runner.accepts_multimodal
     code = "import sys, minivllm.runners.virtual, minivllm.engine; sys.exit('mlx' in sys.modules)"
     child = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}, check=False)
     assert child.returncode == 0
