@@ -657,6 +657,7 @@ _FLAG_OF_SETTING = {
     "top_k": "--top-k",
     "ttft_target_ms": "--ttft-target",
     "allow_unsafe": "--allow-unsafe",
+    "samples is": "--samples is",
 }
 
 

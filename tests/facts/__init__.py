@@ -1,0 +1,1 @@
+"""How a correct prefix cache behaves: each rule, example and fault, tied to the tests that show it."""
