@@ -92,7 +92,8 @@ class EngineCore:
         self._listener = listener or (lambda output: None)
         self._texts: dict[str, TextStream] = {}
         self._prefilled: set[str] = set()
-        self._deferred: dict[str, list[tuple[int, Request]]] = {}
+        self._deferred: dict[str, dict[str, tuple[int, Request]]] = {}  # who waits for tokens of whom
+        self._trigger_of: dict[str, str] = {}
         self._late_samples: dict[str, list[Request]] = {}  # further samples of requests that have not arrived yet
         self._all_samples: dict[str, tuple[str, ...]] = {}
         self._in_flight: set[str] = set()  # ids that the coordinator knows
@@ -190,11 +191,13 @@ class EngineCore:
         """
         self._check_open()
         batch = list(batch)
+        names: set[str] = set()
         for request in (request for prepared in batch for request in prepared.requests):
-            if request.request_id in self.requests:
+            if request.request_id in self.requests or request.request_id in names:
                 raise DuplicateRequestError(
                     f"request id {request.request_id!r} is in use; choose another or leave it out"
                 )
+            names.add(request.request_id)
         for request in (request for prepared in batch for request in prepared.requests):
             request.rank = self._rank(request)  # before anything is held: a policy may answer nonsense
         for prepared in batch:
@@ -224,25 +227,34 @@ class EngineCore:
         for each in (request, *self._late_samples.get(request.request_id, ())):
             each.state = RequestState.DEFERRED
             self.log.append(ev.RequestDeferred(each.request_id, other, count))
-        self._deferred.setdefault(other, []).append((count, request))
-        self._fire_triggers(self.requests[other])
+        self._deferred.setdefault(other, {})[request.request_id] = (count, request)
+        self._trigger_of[request.request_id] = other
+        if self._is_due(self.requests[other], count):
+            self._come(request)
+
+    @staticmethod
+    def _is_due(other: Request, count: int) -> bool:
+        return other.state.is_ended or len(other.output_token_ids) >= count
 
     def _fire_triggers(self, other: Request) -> None:
         """Let those arrive that waited for an output token of ``other`` that is there, or for its end."""
-        waiting = self._deferred.get(other.request_id)
-        if not waiting:
-            return
-        count = len(other.output_token_ids)
-        due = [request for n, request in waiting if n <= count or other.state.is_ended]
-        rest = [(n, request) for n, request in waiting if n > count and not other.state.is_ended]
-        if rest:
-            self._deferred[other.request_id] = rest
-        else:
-            del self._deferred[other.request_id]
-        for request in due:
-            for each in (request, *self._late_samples.get(request.request_id, ())):
-                each.move_to(RequestState.WAITING)
-            self._arrive(request)
+        waiting = self._deferred.get(other.request_id, {})
+        for request in [request for count, request in waiting.values() if self._is_due(other, count)]:
+            self._come(request)
+
+    def _come(self, request: Request) -> None:
+        """A request that was deferred arrives, with the further samples of its prompt."""
+        self._forget_trigger(request)
+        for each in (request, *self._late_samples.get(request.request_id, ())):
+            each.move_to(RequestState.WAITING)
+        self._arrive(request)
+
+    def _forget_trigger(self, request: Request) -> None:
+        other = self._trigger_of.pop(request.request_id, None)
+        if other is not None:
+            del self._deferred[other][request.request_id]
+            if not self._deferred[other]:
+                del self._deferred[other]
 
     def _arrive(self, request: Request) -> None:
         """A request comes in, with the further samples of its prompt: these are held until it is computed."""
@@ -297,7 +309,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether a step would do something."""
-        return self.is_open and self.scheduler.has_work
+        return self.is_open and (self.scheduler.has_work or bool(self.scheduler.held))
 
     def step(self) -> bool:
         """Run one step. Returns False, with nothing done, if there is no request to run.
@@ -308,10 +320,15 @@ class EngineCore:
         self._check_open()
         if self._in_step:
             raise MiniVLLMError("a step is running; call step() again when it has ended")
-        if not self.scheduler.has_work:
+        if not self.has_work:
             return False
         self._in_step = True
         try:
+            if not self.scheduler.has_work:
+                raise InvariantError(
+                    f"requests {sorted(self.scheduler.held)} are held and nobody runs who could release them; "
+                    f"coordination {self.coordinator.name!r} must let somebody go"
+                )
             self._run_step()
         except BaseException as error:
             self.die(error)
@@ -529,11 +546,7 @@ class EngineCore:
             self._let_go(self.coordinator.request_ended(name, end, prompt_is_published=prompt_is_published))
         self._leave_samples(request, had_arrived=had_arrived)
         if not had_arrived:
-            self._deferred = {
-                other: rest
-                for other, waiting in self._deferred.items()
-                if (rest := [(n, r) for n, r in waiting if r is not request])
-            }
+            self._forget_trigger(request)
         self._texts.pop(name, None)
         self._prefilled.discard(name)
         self.runner.forget(name)
@@ -563,8 +576,16 @@ class EngineCore:
 
     def _inherit_trigger(self, request: Request, heir: Request) -> None:
         """Let another sample arrive in the stead of a request that ended before it arrived."""
-        for waiting in self._deferred.values():
-            waiting[:] = [(count, heir if r is request else r) for count, r in waiting]
+        name, other = request.request_id, self._trigger_of.get(request.request_id)
+        if other is None:
+            return
+        # In the place of the one that ended: who was submitted first arrives first.
+        self._deferred[other] = {
+            (heir.request_id if each == name else each): (count, heir if each == name else waiting)
+            for each, (count, waiting) in self._deferred[other].items()
+        }
+        del self._trigger_of[name]
+        self._trigger_of[heir.request_id] = other
 
     def _let_go(self, let_go: LetGo) -> None:
         self.scheduler.release(let_go.request_ids)
@@ -648,7 +669,9 @@ class EngineCore:
         self._check_open()
         if any(not request.state.is_ended for request in self.requests.values()):
             raise ConfigError("policies can change only while no request is in the engine; wait or abort them")
-        given = {"publication": publication, "coordination": coordination, "release": release}
+        given: dict[str, Any] = {"publication": publication, "coordination": coordination, "release": release}
+        if publication is not None and self.config.allow_unsafe != policy_name(publication):
+            given["allow_unsafe"] = ""  # the consent was for another policy
         config = self.config.replace(**{k: v for k, v in given.items() if v is not None})
         self._check_is_safe(config)
         coordinator = self._make_coordinator(config)  # may raise: nothing changed

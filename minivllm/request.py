@@ -128,9 +128,9 @@ def _is_number(value: object) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Request:
-    """One prompt on its way through the engine.
+    """One prompt on its way through the engine. Two are equal only if they are the same object.
 
     ``arrival`` is its place in the order of arrival, given by the engine. ``num_computed_tokens`` is how many
     of its tokens, from the start, have their K/V in the pool: computed or recovered. The token drawn last has

@@ -60,7 +60,8 @@ def _time(case: TwoRequests, cost: CostModel, *, waits: bool) -> float:
         ms += cost.step(leader + follower, (leader_left == 0) + (own == 0 and room > 0))
         if own == 0 and room > 0:
             return ms
-        released = not waits or until_shared <= 0
+        # A leader that has nothing left will not come to the block: with a weak hash it may only look like its own.
+        released = not waits or until_shared <= 0 or leader_left == 0
         room = case.budget - min(leader_left, case.chunk_limit, case.budget) if released else 0
 
 
