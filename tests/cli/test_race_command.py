@@ -38,6 +38,8 @@ def test_the_defaults_are_those_of_the_documentation() -> None:
     assert [config[name] for name in engine] == [512, 16, 2048, 8]
     policies = ("publication", "coordination", "release")
     assert [config[name] for name in policies] == ["on-completion", "independent", "after-prefill"]
+    more = ("samples", "adoption", "ttft_target_ms", "allow_unsafe", "scheduling", "admission", "block_hash")
+    assert [config[name] for name in more] == [1, False, None, "", "fcfs", "by-chunk", "sha256"]
     assert recovered(data) == [0] * 8
     assert data["blocks"] == {"capacity": 512, "free": 512, "published": 41, "duplicates": 287}
 
@@ -79,6 +81,148 @@ def test_the_default_model_draws_different_outputs_that_repeat_with_the_seed() -
     assert outputs[0] == outputs[1] != outputs[2]
 
 
+# --- A shared prefix, and not an identical prompt ------------------------------------------------------------
+
+SHARED = ("race", "--shared-tokens", "512", "--prompt-tokens", "532", "--max-tokens", "2")
+
+
+def held_by_512(data: dict[str, Any]) -> None:
+    """Check that of eight requests one computed the 512 shared tokens, for which the others were held."""
+    assert recovered(data) == [0] + [512] * 7
+    assert [request["role"] for request in data["requests"]] == ["leader"] + ["held"] * 7
+    assert [request["adopted_tokens"] for request in data["requests"]] == [0] * 8
+    assert data["blocks"]["duplicates"] == 0
+    assert data["blocks"]["free"] == data["blocks"]["capacity"]
+
+
+@pytest.mark.parametrize("coordination", ["shared-prefix", "wait-or-recompute"])
+def test_behind_a_shared_prefix_each_but_the_first_recovers_512_on_a_clock_and_on_a_model(coordination: str) -> None:
+    tiny, virtual = (race_json(*SHARED, "--coordination", coordination, on) for on in ("--model=tiny", "--virtual"))
+    held_by_512(tiny)
+    held_by_512(virtual)
+    assert [event["kind"] for event in tiny["events"]] == [event["kind"] for event in virtual["events"]]
+    assert tiny["blocks"] == virtual["blocks"]
+    assert recovered(race_json(*SHARED, "--virtual")) == [0] * 8
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("coordination", ["shared-prefix", "wait-or-recompute"])
+def test_behind_a_shared_prefix_the_default_model_does_what_the_virtual_clock_does(coordination: str) -> None:
+    real, virtual = (race_json(*SHARED, "--coordination", coordination, *on) for on in ((), ("--virtual",)))
+    assert real["config"]["model"] == "smollm2"
+    held_by_512(real)
+    held_by_512(virtual)
+    assert [event["kind"] for event in real["events"]] == [event["kind"] for event in virtual["events"]]
+    assert real["blocks"] == virtual["blocks"]
+
+
+SMALL_SHARE = (
+    *("race", "--requests", "2", "--prompt-tokens", "64", "--shared-tokens", "8", "--max-tokens", "2"),
+    *("--block-size", "8", "--coordination", "wait-or-recompute"),
+)
+
+
+def choices(data: dict[str, Any]) -> list[str]:
+    """Return what was chosen, in the order of the events."""
+    return [event["kind"] for event in data["events"] if event["kind"] in ("prefix_awaited", "recompute_chosen")]
+
+
+@pytest.mark.parametrize(
+    "model", ["--virtual", "--model=tiny", pytest.param("--model=smollm2", marks=pytest.mark.model)]
+)
+def test_a_small_share_is_recomputed_because_that_is_sooner_and_a_target_for_the_first_token_flips_it(
+    model: str,
+) -> None:
+    sooner, soon_enough = race_json(*SMALL_SHARE, model), race_json(*SMALL_SHARE, model, "--ttft-target", "1000")
+    assert (choices(sooner), recovered(sooner), sooner["blocks"]["duplicates"]) == (["recompute_chosen"], [0, 0], 1)
+    assert (choices(soon_enough), recovered(soon_enough)) == (["prefix_awaited"], [0, 8])
+    assert [request["role"] for request in soon_enough["requests"]] == ["leader", "held"]
+    assert soon_enough["config"]["ttft_target_ms"] == 1000
+    chosen = next(event for event in sooner["events"] if event["kind"] == "recompute_chosen")
+    assert chosen["wait_ms"] > chosen["recompute_ms"]
+
+
+def test_a_target_is_met_exactly_from_the_predicted_time_on() -> None:
+    data = race_json(*SMALL_SHARE, "--virtual")
+    wait_ms = next(event["wait_ms"] for event in data["events"] if event["kind"] == "recompute_chosen")
+    for target, chosen in ((wait_ms - 0.5, "recompute_chosen"), (wait_ms + 0.5, "prefix_awaited")):
+        assert choices(race_json(*SMALL_SHARE, "--virtual", "--ttft-target", str(target))) == [chosen]
+
+
+def test_what_is_printed_says_who_was_held_and_why_or_why_nobody_was() -> None:
+    held = " ".join(minivllm(*SHARED, "--coordination", "shared-prefix", "--virtual").stdout.split())
+    assert "published on-completion, shared-prefix" in held
+    assert "r7 held 532 512" in held
+    assert "7 of them were held while another was computing the next missing block, until it was published" in held
+    computed = " ".join(minivllm(*SMALL_SHARE, "--virtual").stdout.split())
+    assert "1 of them computed what another request was computing at the same time, because that was sooner" in computed
+
+
+# --- Publication at allocation, adoption, samples ------------------------------------------------------------
+
+AT_ALLOCATION = (*SMALL, "--publication", "at-allocation")
+
+
+def test_publication_at_allocation_runs_on_the_virtual_clock_and_says_that_it_is_not_safe() -> None:
+    done = minivllm(*AT_ALLOCATION, "--virtual")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "a block is published before it is computed, which is not safe" in " ".join(done.stdout.split())
+    assert recovered(race_json(*AT_ALLOCATION, "--virtual")) == [0, 528, 528, 528]
+
+
+def test_publication_at_allocation_on_a_real_model_needs_consent_by_name(tmp_path: Path) -> None:
+    refused = minivllm(*AT_ALLOCATION, "--model", "tiny", "--json", str(tmp_path / "race.json"))
+    assert one_sentence(refused, 2) == (
+        "publication 'at-allocation' lets requests read K/V that was never computed; it is for teaching, on the "
+        "virtual model, or with --allow-unsafe=\"at-allocation\" on 'tiny'"
+    )
+    assert list(tmp_path.iterdir()) == []
+    data = race_json(*AT_ALLOCATION, "--model", "tiny", "--allow-unsafe", "at-allocation")
+    assert recovered(data) == [0, 528, 528, 528]
+    assert data["config"]["allow_unsafe"] == "at-allocation"
+    assert [request["output_tokens"] for request in data["requests"]] == [8] * 4
+
+
+@pytest.mark.parametrize("model", ["--virtual", "--model=tiny"])
+def test_with_adoption_a_request_that_lags_behind_takes_what_was_published_meanwhile(model: str) -> None:
+    race = ("race", "--requests", "2", "--max-tokens", "2", "--publication", "incremental", "--budget", "700", model)
+    without, adopting = race_json(*race), race_json(*race, "--adoption")
+    adopted = [[request["adopted_tokens"] for request in data["requests"]] for data in (without, adopting)]
+    assert adopted == [[0, 0], [0, 368]]
+    assert recovered(without) == recovered(adopting) == [0, 0]
+    assert (without["config"]["adoption"], adopting["config"]["adoption"]) == (False, True)
+    assert "blocks_adopted" in {event["kind"] for event in adopting["events"]}
+
+
+SAMPLES = ("race", "--requests", "2", "--prompt-tokens", "50", "--max-tokens", "6", "--samples", "3")
+
+
+@pytest.mark.parametrize("model", ["--virtual", "--model=tiny"])
+def test_samples_of_a_prompt_are_computed_once_and_draw_each_with_the_next_seed(model: str) -> None:
+    data = race_json(*SAMPLES, *SINGLE_FLIGHT, "--temperature", "0.9", "--seed", "4", model)
+    assert [request["id"] for request in data["requests"]] == ["r0", "r0.1", "r0.2", "r1", "r1.1", "r1.2"]
+    roles = [request["role"] for request in data["requests"]]
+    assert roles == ["leader", "sample", "sample", "follower", "sample", "sample"]
+    assert recovered(data) == [0, 0, 0, 48, 0, 0]
+    outputs = [request["output_token_ids"] for request in data["requests"]]
+    assert len({tuple(output) for output in outputs}) == 6
+    assert (data["config"]["samples"], data["config"]["requests"]) == (3, 2)
+    kinds = [event["kind"] for event in data["events"]]
+    assert (kinds.count("samples_forked"), kinds.count("sample_held"), kinds.count("block_copied")) == (2, 4, 4)
+    lone = race_json(*SAMPLES[:-1], "6", "--requests", "1", "--temperature", "0.9", "--seed", "4", model)
+    assert [request["output_token_ids"] for request in lone["requests"]] == outputs
+
+
+def test_what_is_printed_has_a_row_and_a_line_for_each_sample() -> None:
+    done = minivllm(*SAMPLES, "--virtual", "--temperature", "0.9")
+    assert (done.returncode, done.stderr) == (0, "")
+    words = " ".join(done.stdout.split())
+    assert "2 identical requests of 50 tokens, 3 samples of each, 6 output tokens each" in words
+    assert "r1.2 sample 50 0" in words
+    assert "4 further samples took their prompt's blocks from the first one, which computed it for all" in words
+    assert "\nr0.2 " in done.stdout
+
+
 @pytest.mark.parametrize("model", ["--virtual", "--model=tiny"])
 def test_with_a_temperature_outputs_differ_and_repeat_with_the_seed(model: str) -> None:
     race = (*SMALL, *SINGLE_FLIGHT, model, "--temperature", "0.9")
@@ -90,8 +234,13 @@ def test_with_a_temperature_outputs_differ_and_repeat_with_the_seed(model: str) 
 
 
 @pytest.mark.parametrize("way", [(), ("--json", "-")], ids=["table", "json"])
-def test_a_virtual_race_prints_the_same_bytes_each_time(way: tuple[str, ...]) -> None:
-    runs = [minivllm(*SMALL, *SINGLE_FLIGHT, "--virtual", *way, PYTHONHASHSEED=seed) for seed in ("1", "2")]
+@pytest.mark.parametrize(
+    "setting",
+    [SINGLE_FLIGHT, ("--coordination", "shared-prefix", "--shared-tokens", "512", "--samples", "2")],
+    ids=["single flight", "shared prefix and samples"],
+)
+def test_a_virtual_race_prints_the_same_bytes_each_time(way: tuple[str, ...], setting: tuple[str, ...]) -> None:
+    runs = [minivllm(*SMALL, *setting, "--virtual", *way, PYTHONHASHSEED=seed) for seed in ("1", "2")]
     assert runs[0].returncode == 0
     assert (runs[0].stdout, runs[0].stderr) == (runs[1].stdout, runs[1].stderr)
 

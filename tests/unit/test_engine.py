@@ -10,7 +10,8 @@ import pytest
 
 from minivllm import events as ev
 from minivllm.config import EngineConfig
-from minivllm.engine import EngineCore, Output, Submission
+from minivllm.door import Submission
+from minivllm.engine import EngineCore, Output
 from minivllm.errors import (
     ConfigError,
     DuplicateRequestError,
@@ -18,6 +19,7 @@ from minivllm.errors import (
     EngineDeadError,
     InvalidRequestError,
     InvariantError,
+    RowError,
     UnknownNameError,
     UnknownRequestError,
 )
@@ -487,6 +489,7 @@ def test_a_dead_engine_says_so_with_the_cause_and_a_new_one_works() -> None:
         lambda: core.submit_batch([]),
         core.step,
         core.reset_cache,
+        lambda: core.reset_cache(abort_running=True),
         core.set_policies,
     ):
         with pytest.raises(EngineDeadError, match=r"the device is gone.*make a new engine") as caught:
@@ -517,8 +520,9 @@ def test_an_interrupt_in_mid_step_ends_the_engine_and_is_passed_on_as_it_is() ->
 )
 def test_a_runner_that_draws_for_the_wrong_requests_ends_the_engine(change: Any) -> None:
     class Confused(VirtualRunner):
-        def execute(self, step: ScheduledStep) -> dict[str, int]:
-            return change(super().execute(step))
+        def execute(self, step: ScheduledStep) -> dict[str, int | RowError]:
+            drawn: dict[str, int | RowError] = change(super().execute(step))
+            return drawn
 
     core = EngineCore(EngineConfig(block_size=4, num_blocks=8, publication="incremental"), Confused())
     core.submit(FULL_PROMPT, max_tokens=2, request_id="a")
@@ -528,6 +532,42 @@ def test_a_runner_that_draws_for_the_wrong_requests_ends_the_engine(change: Any)
     check(core)
     assert len(core.manager.index) == 0
     assert core.requests["a"].output_token_ids == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda drawn: None,
+        lambda drawn: list(drawn.items()),
+        lambda drawn: {**drawn, 5: 1},
+        lambda drawn: dict.fromkeys(drawn),
+        lambda drawn: {name: str(token) for name, token in drawn.items()},
+        lambda drawn: {name: float(token) for name, token in drawn.items()},
+        lambda drawn: dict.fromkeys(drawn, True),
+        lambda drawn: dict.fromkeys(drawn, ValueError("returned and not raised")),
+        lambda drawn: {name: token for name, token in drawn.items() if name != "a.1"},
+        lambda drawn: {**drawn, "a.2": 1},
+    ],
+    ids=["nothing", "a list", "a key", "None", "text", "a float", "a bool", "an error", "a sample less", "one more"],
+)
+def test_a_runner_that_returns_what_is_no_result_ends_the_engine_and_says_what_it_was(change: Any) -> None:
+    class Confused(VirtualRunner):
+        def execute(self, step: ScheduledStep) -> dict[str, int | RowError]:
+            drawn: dict[str, int | RowError] = change(super().execute(step))
+            return drawn
+
+    core = EngineCore(EngineConfig(block_size=4, num_blocks=16, publication="incremental"), Confused())
+    core.submit(FULL_PROMPT, max_tokens=2, request_id="a", n=2)
+    core.submit([1, 2], max_tokens=2, request_id="b")
+    with pytest.raises(
+        EngineDeadError, match=r"stopped in step 1: InvariantError: the runner (drew|returned) "
+    ) as caught:
+        core.step()
+    assert isinstance(caught.value.__cause__, InvariantError)
+    check(core)
+    assert {request.state for request in core.requests.values()} == {FAILED}
+    assert len(core.manager.index) == 0
+    assert events_of(core, ev.TokenOut) == []
 
 
 def test_a_policy_that_raises_ends_the_engine_like_a_runner_that_does() -> None:
@@ -581,6 +621,97 @@ def test_a_reset_forgets_everything_when_nothing_is_in_use() -> None:
     again = core.submit(FULL_PROMPT, max_tokens=1)
     run(core)
     assert again.num_recovered_tokens == 0
+
+
+RESETS: dict[str, dict[str, Any]] = {
+    "independent": {},
+    "single-flight": {"coordination": "single-flight", "release": "on-completion"},
+    "shared-prefix": {"coordination": "shared-prefix"},
+    "wait-or-recompute": {"coordination": "wait-or-recompute"},
+}
+
+
+@pytest.mark.parametrize("setting", RESETS)
+@pytest.mark.parametrize("steps", [1, 2, 4], ids=["first chunk", "prompt computed", "decode"])
+def test_a_reset_that_aborts_ends_who_runs_and_everybody_else_goes_on_from_nothing(setting: str, steps: int) -> None:
+    heard: list[Output] = []
+    core = small_core(
+        num_blocks=32,
+        max_num_seqs=4,
+        long_prefill_token_threshold=8,
+        publication="incremental",
+        listener=heard.append,
+        **RESETS[setting],
+    )
+    fields: dict[str, Any] = {"max_tokens": 8, "temperature": 0.8}
+    core.submit(FULL_PROMPT, request_id="a", n=2, seed=1, **fields)
+    core.submit(FULL_PROMPT, request_id="b", n=2, seed=5, **fields)
+    core.submit([1, 2, 3], request_id="c", seed=9, **fields)
+    core.submit([4, 5, 6], request_id="late", seed=10, after=("a", 8), **fields)
+    core.submit([7, 8, 9], request_id="never", seed=11, after=("late", 100), **fields)
+    step(core, steps)
+    running = {request.request_id for request in core.scheduler.running}
+    others = core.requests.keys() - running
+    assert running and {"c", "late", "never"} & others
+    assert core.reset_cache(abort_running=True) is True
+    check(core)
+    assert {name for name, request in core.requests.items() if request.state is ABORTED} == running
+    assert {output.request_id for output in heard if output.end is ABORTED} == running
+    assert len(core.manager.index) == 0
+    assert core.manager.pool.num_free == 32
+    assert core.log[-1].kind == "cache_reset"
+    run(core)
+    fresh = EngineCore(EngineConfig(), VirtualRunner())
+    for name in others:
+        request = core.requests[name]
+        alone = fresh.submit(request.prompt_token_ids, seed=request.seed, **fields)
+        fresh.run()
+        assert (request.state, request.output_token_ids) == (FINISHED, alone.output_token_ids)
+
+
+def test_a_reset_that_aborts_leaves_a_preempted_request_which_finds_nothing_of_its_own_any_more() -> None:
+    core = small_core(num_blocks=6, publication="incremental")
+    core.submit(list(range(8)), max_tokens=10, request_id="old")
+    young = core.submit(list(range(50, 58)), max_tokens=10, request_id="young")
+    while young.state is not RequestState.PREEMPTED:
+        step(core)
+    before = list(young.output_token_ids)
+    assert before
+    assert core.reset_cache(abort_running=True) is True
+    assert young.state is RequestState.PREEMPTED
+    resets = len(core.log)
+    run(core)
+    assert young.state is FINISHED
+    assert young.output_token_ids[: len(before)] == before
+    first_look = next(e for e in core.log.since(resets) if isinstance(e, ev.PrefixLookedUp))
+    assert (first_look.request_id, first_look.resumed, first_look.num_recovered_tokens) == ("young", True, 0)
+
+
+def test_a_reset_that_aborts_makes_the_next_sample_the_first_and_it_computes_the_prompt() -> None:
+    core = small_core(num_blocks=32, long_prefill_token_threshold=4, publication="incremental")
+    core.submit(FULL_PROMPT, max_tokens=2, request_id="a", n=3)
+    step(core, 2)
+    assert core.reset_cache(abort_running=True) is True
+    check(core)
+    assert [(e.from_id, e.to_id) for e in events_of(core, ev.SampleLeads)] == [("a", "a.1")]
+    assert core.requests["a.1"].state is RequestState.WAITING
+    assert core.requests["a.2"].state is RequestState.HELD
+    run(core)
+    assert [core.requests[name].state for name in core.samples_of("a")] == [ABORTED, FINISHED, FINISHED]
+    assert core.requests["a.1"].num_recovered_tokens == 0
+
+
+def test_a_reset_that_may_abort_does_what_any_other_does_when_nobody_runs() -> None:
+    core = small_core()
+    assert core.reset_cache(abort_running=True) is True
+    core.submit(FULL_PROMPT, max_tokens=1, request_id="a")
+    core.submit([1], max_tokens=1, request_id="waits")
+    run(core)
+    waiting = core.submit(FULL_PROMPT, max_tokens=1)
+    assert core.reset_cache(abort_running=True) is True
+    assert (waiting.state, core.requests["a"].state) == (RequestState.WAITING, FINISHED)
+    run(core)
+    assert waiting.num_recovered_tokens == 0
 
 
 def test_policies_change_only_while_no_request_is_in_the_engine() -> None:

@@ -17,9 +17,11 @@ from typing import Any
 
 import pytest
 
+from minivllm import events as ev
 from minivllm import notebook_cells
-from minivllm.config import EngineConfig
-from minivllm.engine import EngineCore, Submission
+from minivllm.config import EngineConfig, policy_name
+from minivllm.door import Submission
+from minivllm.engine import EngineCore
 from minivllm.engine_thread import Engine, Handle
 from minivllm.errors import (
     ConfigError,
@@ -27,11 +29,15 @@ from minivllm.errors import (
     EngineClosedError,
     EngineDeadError,
     InvalidRequestError,
+    InvariantError,
     MiniVLLMError,
     ModelError,
+    RequestFailedError,
+    RowError,
     UnknownNameError,
     UnknownRequestError,
 )
+from minivllm.publication import AT_ALLOCATION, Moment
 from minivllm.replay import replay
 from minivllm.request import RequestState, Sampling
 from minivllm.runners.virtual import VirtualRunner
@@ -388,6 +394,223 @@ def test_when_a_leader_is_aborted_its_followers_finish(gate: Gate) -> None:
         engine.check_invariants()
 
 
+# --- Samples ------------------------------------------------------------------------------------------------
+
+SAMPLED: dict[str, Any] = {"max_tokens": 6, "temperature": 0.8, "seed": 5, "n": 3}
+
+
+def alone(seed: int, max_tokens: int = 6, prompt: list[int] = PROMPT) -> tuple[int, ...]:
+    """Return the tokens of a lone request with this seed."""
+    core = EngineCore(EngineConfig(), VirtualRunner())
+    request = core.submit(prompt, max_tokens=max_tokens, temperature=0.8, seed=seed)
+    core.run()
+    return tuple(request.output_token_ids)
+
+
+def while_a_step_runs(engine: Engine, gate: Gate, act: Callable[[], Any]) -> Any:
+    """Call ``act`` on another thread while a step stands at the gate; let every step go; return the answer."""
+    answers: list[Any] = []
+    asking = threading.Thread(target=lambda: answers.append(act()))
+    asking.start()
+    wait_for(lambda: engine._worker.commands.qsize() > 0)  # it is heard when the step has ended
+    gate.open()
+    asking.join(WAIT)
+    return answers[0]
+
+
+def test_a_handle_has_all_samples_of_its_prompt_itself_first_and_so_has_each_of_them(engine: Engine) -> None:
+    handle = engine.submit(PROMPT, request_id="a", **SAMPLED)
+    assert [sample.request_id for sample in handle.samples] == ["a", "a.1", "a.2"]
+    assert handle.samples[0] is handle
+    assert all(sample.samples is handle.samples for sample in handle.samples)
+    assert {sample.prompt_token_ids for sample in handle.samples} == {tuple(PROMPT)}
+    results = [sample.result(WAIT) for sample in handle.samples]
+    assert [result.token_ids for result in results] == [alone(5), alone(6), alone(7)]
+    assert [result.request_id for result in results] == ["a", "a.1", "a.2"]
+    assert len(set(results)) == 3
+    lone = engine.submit(PROMPT, max_tokens=1)
+    assert lone.samples == (lone,)
+
+
+def test_of_a_batch_the_first_samples_are_returned(engine: Engine) -> None:
+    sampling = Sampling(max_tokens=3, n=2, temperature=0.8, seed=1)
+    handles = engine.submit_batch([Submission(PROMPT, sampling, name) for name in "ab"])
+    assert [handle.request_id for handle in handles] == ["a", "b"]
+    outputs = {s.request_id: s.result(WAIT).token_ids for handle in handles for s in handle.samples}
+    assert outputs == {"a": alone(1, 3), "a.1": alone(2, 3), "b": alone(1, 3), "b.1": alone(2, 3)}
+
+
+@pytest.mark.parametrize("model", ["virtual", "tiny"])
+def test_each_sample_draws_what_a_lone_request_with_its_seed_draws_and_the_prompt_is_computed_once(model: str) -> None:
+    with Engine(model, enable_prefix_caching=False) as engine:
+        outputs = [sample.result(WAIT).token_ids for sample in engine.submit(PROMPT, **SAMPLED).samples]
+        prefills = [e for e in engine.log if isinstance(e, ev.ChunkComputed) and e.phase == "prefill"]
+        assert [(event.request_id, event.num_tokens) for event in prefills] == [("r0", 40)]
+        lone = [engine.submit(PROMPT, max_tokens=6, temperature=0.8, seed=seed) for seed in (5, 6, 7)]
+        assert outputs == [handle.result(WAIT).token_ids for handle in lone]
+        assert len(set(outputs)) > 1
+
+
+def test_each_sample_can_be_iterated_while_it_runs(gate: Gate) -> None:
+    with gated_engine(gate) as engine:
+        handle = engine.submit(PROMPT, **SAMPLED)
+        gate.let(2)
+        firsts = [next(iter(sample)) for sample in handle.samples]
+        assert [token.token_id for token in firsts] == [alone(seed)[0] for seed in (5, 6, 7)]
+        assert not any(sample.done for sample in handle.samples)
+        gate.open()
+        for seed, sample in zip((5, 6, 7), handle.samples, strict=True):
+            assert tuple(token.token_id for token in sample) == alone(seed)
+            assert "".join(token.text for token in sample.tokens) == sample.result(WAIT).text
+
+
+def test_samples_can_be_awaited_and_iterated_side_by_side(engine: Engine) -> None:
+    async def read(handle: Handle) -> tuple[int, ...]:
+        return tuple([token.token_id async for token in handle])
+
+    async def wait(handle: Handle) -> tuple[int, ...]:
+        return (await handle).token_ids
+
+    async def scenario() -> list[tuple[int, ...]]:
+        handle = engine.submit(PROMPT, **SAMPLED)
+        return await asyncio.gather(*map(read, handle.samples), *map(wait, handle.samples))
+
+    assert asyncio.run(scenario()) == [alone(5), alone(6), alone(7)] * 2
+
+
+STEPS_BEFORE = {"prompt": 0, "end of the prompt": 2, "first tokens": 3, "later": 5}
+"""How many steps are over while the abort is asked for, of a prompt in three chunks."""
+
+
+@pytest.mark.parametrize("phase", STEPS_BEFORE)
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_any_sample_can_be_aborted_at_any_time_and_the_others_go_on(gate: Gate, phase: str, which: int) -> None:
+    with gated_engine(gate, max_num_batched_tokens=16) as engine:
+        handle = engine.submit(PROMPT, request_id="a", **SAMPLED)
+        assert gate.arrived.acquire(timeout=WAIT)
+        gate.let(STEPS_BEFORE[phase])
+        gone = handle.samples[which]
+        assert while_a_step_runs(engine, gate, gone.abort) is True
+        assert gone.abort() is False
+        assert gone.result(WAIT).finish_reason == "abort"
+        for number, sample in enumerate(handle.samples):
+            if sample is not gone:
+                assert sample.result(WAIT).token_ids == alone(5 + number)
+        had = len(gone.result().token_ids)
+        assert gone.result().token_ids == alone(5 + which)[:had]
+        assert (had == 0) is (phase == "prompt")
+        led = [(e.from_id, e.to_id) for e in engine.log if isinstance(e, ev.SampleLeads)]
+        assert led == ([("a", "a.1")] if phase == "prompt" and which == 0 else [])
+        engine.check_invariants()
+        assert replay(engine.log) == engine.state()
+        assert len(engine.state().free_queue) == engine.config.num_blocks
+
+
+def test_when_one_first_sample_after_the_other_is_aborted_the_last_one_still_answers(gate: Gate) -> None:
+    with gated_engine(gate, max_num_batched_tokens=16) as engine:
+        handle = engine.submit(PROMPT, request_id="a", **SAMPLED)
+        assert gate.arrived.acquire(timeout=WAIT)
+        assert while_a_step_runs(engine, gate, lambda: engine.call(abort_two)) is None
+        reasons = [sample.result(WAIT).finish_reason for sample in handle.samples]
+        assert reasons == ["abort", "abort", "length"]
+        assert handle.samples[2].result().token_ids == alone(7)
+
+
+def abort_two(core: EngineCore) -> None:
+    """Take the first two samples back between the same two steps."""
+    core.abort("a")
+    core.abort("a.1")
+
+
+@pytest.mark.parametrize("steps", [0, 2, 4], ids=["prompt", "end of the prompt", "decode"])
+def test_closing_the_engine_ends_every_sample(gate: Gate, steps: int) -> None:
+    with gated_engine(gate, max_num_batched_tokens=16) as engine:
+        handle = engine.submit(PROMPT, request_id="a", max_tokens=100, n=3)
+        late = engine.submit(PROMPT, max_tokens=5, n=2, after=("a.2", 99))
+        assert gate.arrived.acquire(timeout=WAIT)
+        gate.let(steps)
+        closing = threading.Thread(target=engine.close)
+        closing.start()
+        wait_for(lambda: engine._worker.commands.qsize() > 0 or not engine.is_alive)
+        gate.open()
+        closing.join(WAIT)
+        assert not closing.is_alive()
+        for sample in (*handle.samples, *late.samples):
+            assert sample.result(WAIT).finish_reason == "abort"
+        assert len(replay(engine.log).free_queue) == engine.config.num_blocks
+
+
+@pytest.mark.parametrize("fails_at", [1, 3, 5], ids=["prompt", "end of the prompt", "decode"])
+def test_when_the_engine_dies_every_sample_gets_the_cause(gate: Gate, fails_at: int) -> None:
+    gate.fails_at = fails_at
+    with gated_engine(gate, max_num_batched_tokens=16) as engine:
+        handle = engine.submit(PROMPT, request_id="a", max_tokens=100, n=3)
+        late = engine.submit(PROMPT, max_tokens=5, n=2, after=("a.1", 99))
+        gate.open()
+        for sample in (*handle.samples, *late.samples):
+            with pytest.raises(EngineDeadError, match="the device is gone") as caught:
+                sample.result(WAIT)
+            assert isinstance(caught.value.__cause__, RuntimeError)
+            assert sample.abort() is False
+        states = replay(engine.log).requests
+        assert {view.state for view in states.values()} == {RequestState.FAILED}
+        assert len(replay(engine.log).free_queue) == engine.config.num_blocks
+
+
+def test_a_refused_sample_leaves_no_handle_behind(engine: Engine) -> None:
+    engine.submit(PROMPT, max_tokens=1, request_id="a.1").result(WAIT)
+    with pytest.raises(DuplicateRequestError, match=r"'a\.1' is in use"):
+        engine.submit(PROMPT, request_id="a", **SAMPLED)
+    with pytest.raises(UnknownRequestError):
+        engine.abort("a")
+    assert engine.submit(PROMPT, max_tokens=1, request_id="a").result(WAIT).finish_reason == "length"
+
+
+# --- Rows that give no number -------------------------------------------------------------------------------
+
+
+def test_a_row_that_gives_no_number_is_told_to_its_handles_alone() -> None:
+    class NoNumber(VirtualRunner):
+        def execute(self, step: ScheduledStep) -> dict[str, int | RowError]:
+            drawn = super().execute(step)
+            if step.number == 2:
+                drawn.update({name: RowError(f"the numbers of {name} are NaN") for name in drawn if name[0] == "b"})
+            return drawn
+
+    with Engine(runner=NoNumber) as engine:
+        sampling = Sampling(max_tokens=6, n=2, temperature=0.8, seed=5)
+        good, bad = engine.submit_batch([Submission(PROMPT, sampling, name) for name in ("good", "bad")])
+        for sample in bad.samples:
+            with pytest.raises(RequestFailedError, match=f"the numbers of {sample.request_id} are NaN") as caught:
+                sample.result(WAIT)
+            assert isinstance(caught.value.__cause__, RowError)
+            assert len(sample.tokens) == 1
+            with pytest.raises(RequestFailedError):
+                list(sample)
+            assert sample.abort() is False
+        assert [sample.result(WAIT).token_ids for sample in good.samples] == [alone(5), alone(6)]
+        assert engine.error is None
+        assert engine.submit(PROMPT, max_tokens=2).result(WAIT).finish_reason == "length"
+        engine.check_invariants()
+
+
+@pytest.mark.parametrize("returned", [None, {}, [], {"r0": "1"}, {"r0": None}, {"r1": 1}])
+def test_a_runner_that_returns_no_result_ends_the_engine_and_every_handle_says_why(returned: Any) -> None:
+    class Confused(VirtualRunner):
+        def execute(self, step: ScheduledStep) -> dict[str, int | RowError]:
+            drawn: dict[str, int | RowError] = returned
+            return drawn
+
+    with Engine(runner=Confused) as engine:
+        handle = engine.submit(PROMPT, max_tokens=5, n=2)
+        for sample in handle.samples:
+            with pytest.raises(EngineDeadError, match=r"the runner (drew|returned) ") as caught:
+                sample.result(WAIT)
+            assert isinstance(caught.value.__cause__, InvariantError)
+        with pytest.raises(EngineDeadError, match=r"the runner (drew|returned) "):
+            engine.submit(PROMPT)
+
+
 # --- The end ------------------------------------------------------------------------------------------------
 
 
@@ -614,6 +837,76 @@ def test_a_cache_in_use_is_not_reset(gate: Gate) -> None:
         assert len(engine.state().prefix_index) == 2
         assert engine.reset_cache() is True
         assert engine.state().prefix_index == {}
+
+
+def test_a_reset_that_aborts_ends_who_runs_and_the_others_go_on(gate: Gate) -> None:
+    with gated_engine(gate, max_num_seqs=2, max_num_batched_tokens=64) as engine:
+        running = engine.submit(PROMPT, max_tokens=50, n=2)
+        waiting = engine.submit(PROMPT, max_tokens=6, temperature=0.8, seed=5)
+        assert gate.arrived.acquire(timeout=WAIT)
+        gate.let(2)
+        assert while_a_step_runs(engine, gate, lambda: engine.reset_cache(abort_running=True)) is True
+        assert [sample.result(WAIT).finish_reason for sample in running.samples] == ["abort", "abort"]
+        assert waiting.result(WAIT).token_ids == alone(5)
+        assert engine.metrics().requests[waiting.request_id].recovered_tokens == 0
+        engine.check_invariants()
+        assert replay(engine.log) == engine.state()
+
+
+# --- A policy that is not safe on a real model ---------------------------------------------------------------
+
+
+class Careless:
+    """A publication policy of ones own that shows what is not computed, and says so."""
+
+    name = "careless"
+    is_safe = False
+
+    def visible_tokens(self, num_computed_tokens: int, moment: Moment) -> int:
+        return num_computed_tokens
+
+
+@pytest.mark.parametrize("publication", ["at-allocation", "AT_ALLOCATION", AT_ALLOCATION, Careless()])
+def test_a_real_model_refuses_an_unsafe_publication_at_the_start_and_no_thread_is_left(publication: Any) -> None:
+    before = engine_threads()
+    name = policy_name(EngineConfig(publication=publication).publication_policy)
+    with pytest.raises(ConfigError) as caught:
+        Engine("tiny", publication=publication, num_blocks=16)
+    assert str(caught.value) == (
+        f"publication {name!r} lets requests read K/V that was never computed; it is for teaching, on the virtual "
+        f"model, or with allow_unsafe=\"{name}\" on 'tiny'"
+    )
+    wait_for(lambda: engine_threads() <= before)
+
+
+def test_a_real_engine_cannot_change_to_an_unsafe_publication_and_goes_on_as_before() -> None:
+    with Engine("tiny", num_blocks=16, coordination="single-flight") as engine:
+        events = len(engine.log)
+        for publication in ("at-allocation", Careless()):
+            with pytest.raises(ConfigError, match="lets requests read K/V that was never computed"):
+                engine.set_policies(publication=publication, coordination="independent")
+        assert len(engine.log) == events
+        assert (engine.config.publication, engine.config.coordination) == ("on-completion", "single-flight")
+        assert engine.call(lambda core: core.coordinator.name) == "single-flight"
+        engine.set_policies(publication="incremental")
+        assert engine.submit(PROMPT, max_tokens=1).result(WAIT).finish_reason == "length"
+
+
+@pytest.mark.parametrize("publication", ["at-allocation", Careless()])
+def test_with_consent_by_name_a_real_model_runs_it_and_consent_to_one_is_none_to_another(publication: Any) -> None:
+    name = policy_name(publication)
+    with Engine("tiny", publication=publication, allow_unsafe=name, num_blocks=16) as engine:
+        assert engine.submit(PROMPT, max_tokens=2).result(WAIT).finish_reason == "length"
+        engine.check_invariants()
+    with pytest.raises(ConfigError, match="never computed"):
+        Engine("tiny", publication=Careless(), allow_unsafe="at-allocation", num_blocks=16)
+
+
+def test_a_virtual_engine_needs_no_consent_and_may_change_to_it(engine: Engine) -> None:
+    engine.set_policies(publication="at-allocation")
+    handles = engine.submit_batch([Submission(PROMPT, Sampling(max_tokens=2)) for _ in range(3)])
+    assert [len(handle.result(WAIT).token_ids) for handle in handles] == [2, 2, 2]
+    assert [r.recovered_tokens for r in engine.metrics().requests.values()] == [0, 32, 32]
 
 
 def test_listeners_hear_of_each_step_until_they_are_taken_off(engine: Engine) -> None:

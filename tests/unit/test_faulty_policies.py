@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,17 +23,22 @@ from minivllm import (
     Submission,
     VirtualRunner,
 )
+from minivllm import events as ev
+from minivllm.block_hash import Sha256
 from minivllm.block_pool import Block
 from minivllm.errors import DuplicateRequestError, InvariantError, RequestFailedError
 from minivllm.eviction import Placement
 from minivllm.flights import IndependentCoordinator, Role
 from minivllm.publication import Moment
 from minivllm.race import run_race
+from minivllm.replay import replay
 from minivllm.request import Request
+from minivllm.shared_prefix import SharedPrefixCoordinator
 from minivllm.step import ScheduledStep
 from minivllm.workloads import Race
 
 PROMPT = list(range(10, 19))
+ONE = Sampling(max_tokens=1)
 
 
 class PlacesNothing:
@@ -77,6 +84,19 @@ class Says:
         return answer
 
 
+class Ranks:
+    """A scheduling policy that gives some requests these ranks, and 0 to all others."""
+
+    name = "ranks"
+
+    def __init__(self, ranks: dict[str, Any]) -> None:
+        self.ranks = ranks
+
+    def rank(self, request: Request) -> int:
+        rank: int = self.ranks.get(request.request_id, 0)
+        return rank
+
+
 def test_a_race_on_an_engine_whose_eviction_policy_loses_blocks_ends_with_the_cause() -> None:
     with Engine("virtual", EngineConfig(eviction=PlacesNothing())) as engine:
         with pytest.raises(EngineDeadError) as caught:
@@ -106,6 +126,66 @@ def test_a_publication_policy_must_answer_with_a_number_of_tokens(answer: Any) -
         core.run()
     assert isinstance(caught.value.__cause__, ConfigError)
     core.manager.check_invariants()
+    assert core.manager.pool.num_free == 8
+
+
+@pytest.mark.parametrize("rank", [None, 1.5, "first"])
+def test_a_scheduling_policy_must_rank_with_whole_numbers_and_a_request_that_it_cannot_rank_is_not_taken(
+    rank: Any,
+) -> None:
+    core = EngineCore(EngineConfig(block_size=4, num_blocks=16, scheduling=Ranks({"bad": rank})), VirtualRunner())
+    good = core.submit(PROMPT, max_tokens=2, request_id="good")
+    before, events = core.state(), len(core.log)
+    message = f"scheduling policy 'ranks' gives request 'bad' rank {rank!r}; it must return a whole number"
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        core.submit_batch([Submission(PROMPT, ONE, "also good"), Submission(PROMPT, ONE, "bad")])
+    assert (core.state(), len(core.log), list(core.requests)) == (before, events, ["good"])
+    core.check_invariants()
+    core.run()
+    assert len(good.output_token_ids) == 2
+
+
+def test_ranks_may_be_below_0_and_equal_ones_keep_the_order_of_arrival() -> None:
+    ranks = Ranks({"a": 3, "b": -5, "c": 3, "d": -5})
+    core = EngineCore(EngineConfig(block_size=4, num_blocks=16, max_num_seqs=1, scheduling=ranks), VirtualRunner())
+    for name in "abcd":
+        core.submit([1], max_tokens=1, request_id=name)
+    core.run()
+    admitted = [event.request_id for event in core.log if isinstance(event, ev.RequestAdmitted)]
+    assert admitted == ["b", "d", "a", "c"]
+
+
+@pytest.mark.parametrize("call", ["may_admit", "admitted", "published", "wants_blocks", "request_ended"])
+def test_a_coordinator_that_raises_in_any_call_ends_the_engine_and_every_handle_hears_of_it(call: str) -> None:
+    def broken(*args: Any, **fields: Any) -> Any:
+        raise ValueError(f"no answer to {call}")
+
+    faulty = type("Faulty", (SharedPrefixCoordinator,), {"name": "faulty", call: broken})
+    with Engine("virtual", coordination=faulty, publication="incremental", block_size=4) as engine:
+        for handle in engine.submit_batch([Submission(PROMPT, Sampling(max_tokens=3, n=2)) for _ in range(3)]):
+            for sample in handle.samples:
+                with pytest.raises(EngineDeadError, match=f"ValueError: no answer to {call}"):
+                    sample.result(30)
+        assert len(replay(engine.log).free_queue) == engine.config.num_blocks
+
+
+@pytest.mark.parametrize("digest", [lambda data: b"short", lambda data: None, lambda data: 1 / 0])
+def test_a_hasher_that_gives_no_hash_ends_the_engine_and_no_block_is_lost(digest: Callable[[bytes], Any]) -> None:
+    class Faulty(Sha256):
+        name = "faulty"
+
+        def __init__(self) -> None:
+            self.root = b"0" * 32
+
+        def digest(self, data: bytes) -> bytes:
+            made: bytes = digest(data)
+            return made
+
+    core = EngineCore(EngineConfig(block_size=4, num_blocks=8, block_hash=Faulty()), VirtualRunner())
+    request = core.submit(PROMPT, max_tokens=2)
+    with contextlib.suppress(EngineDeadError):
+        core.run()
+    assert request.state.is_ended
     assert core.manager.pool.num_free == 8
 
 

@@ -8,7 +8,8 @@ import pytest
 
 from minivllm import events as ev
 from minivllm.block_hash import make_extra_keys
-from minivllm.engine import EngineCore, Submission
+from minivllm.door import Submission
+from minivllm.engine import EngineCore
 from minivllm.errors import InvariantError, UnknownRequestError
 from minivllm.flights import (
     NOBODY,

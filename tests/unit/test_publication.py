@@ -7,9 +7,25 @@ from typing import Any
 import pytest
 
 from minivllm import events as ev
-from minivllm.publication import INCREMENTAL, ON_COMPLETION, PUBLICATION_POLICIES, Moment, PublicationPolicy
+from minivllm.publication import (
+    AT_ALLOCATION,
+    INCREMENTAL,
+    ON_COMPLETION,
+    PUBLICATION_POLICIES,
+    Moment,
+    PublicationPolicy,
+    is_safe,
+)
 from minivllm.request import RequestState
 from tests.unit.small import FULL_PROMPT, check, events_of, recovered, run, small_core, step
+
+SAFE = sorted(name for name, policy in PUBLICATION_POLICIES.items() if is_safe(policy))
+
+
+def test_the_policies_that_are_safe_are_these() -> None:
+    assert SAFE == ["incremental", "on-completion"]
+    assert not is_safe(AT_ALLOCATION)
+    assert is_safe(object()), "one that says nothing is held to the rule by the manager"  # type: ignore[arg-type]
 
 
 def test_on_completion_shows_nothing_before_the_end_and_everything_then() -> None:
@@ -54,14 +70,60 @@ def test_requests_of_one_step_cannot_share_even_incrementally() -> None:
     assert [len(event.block_ids) for event in events_of(core, ev.BlocksDuplicated)] == [2, 2]
 
 
-def test_identical_prompts_in_lock_step_compute_everything_twice_under_either_publication() -> None:
+def test_identical_prompts_in_lock_step_compute_everything_twice_under_either_safe_publication() -> None:
     """Running requests do not look up again; only single flight removes this."""
-    for publication in PUBLICATION_POLICIES:
+    for publication in SAFE:
         core = small_core(num_blocks=32, publication=publication, long_prefill_token_threshold=8)
         requests = [core.submit(list(range(24)), max_tokens=2) for _ in range(2)]
         run(core)
         assert recovered(requests) == [0, 0]
         assert sum(event.num_tokens for event in events_of(core, ev.ChunkComputed)) == 2 * 25
+
+
+def test_published_at_allocation_the_first_chunk_is_shared_and_the_second_half_is_computed_twice_all_the_same() -> None:
+    """As if two prompts of 800 tokens came with 400 a step each: running requests do not look up again."""
+    core = small_core(num_blocks=32, publication="at-allocation", long_prefill_token_threshold=8)
+    requests = [core.submit(list(range(16)), max_tokens=1) for _ in range(2)]
+    run(core)
+    assert recovered(requests) == [0, 8]
+    chunks = [
+        (event.step, event.request_id, event.start, event.num_tokens) for event in events_of(core, ev.ChunkComputed)
+    ]
+    assert chunks == [(1, "r0", 0, 8), (1, "r1", 8, 8), (2, "r0", 8, 8)]
+
+
+def test_at_allocation_is_asked_before_each_step_for_what_it_will_compute_and_the_safe_ones_are_not() -> None:
+    asked: list[tuple[int, Moment]] = []
+
+    class Unsafe:
+        name = "unsafe"
+        is_safe = False
+
+        def visible_tokens(self, num_computed_tokens: int, moment: Moment) -> int:
+            asked.append((num_computed_tokens, moment))
+            return 0
+
+    class Safe(Unsafe):
+        is_safe = True
+
+    after = [(9, Moment.STEP_DONE), (10, Moment.STEP_DONE), (10, Moment.FINISHED)]
+    before = [(9, Moment.ALLOCATED), (10, Moment.ALLOCATED)]
+    for policy, expected in ((Safe(), after), (Unsafe(), [before[0], after[0], before[1], *after[1:]])):
+        asked.clear()
+        core = small_core(publication=policy)
+        core.submit(FULL_PROMPT, max_tokens=2)
+        run(core)
+        assert asked == expected
+
+
+def test_at_allocation_shows_only_what_the_coming_step_completes() -> None:
+    core = small_core(publication="at-allocation", long_prefill_token_threshold=6)
+    core.submit(list(range(16)), max_tokens=1)
+    run(core)
+    published = [(event.step, event.indices) for event in events_of(core, ev.BlocksPublished)]
+    assert published == [(1, (0,)), (2, (1, 2)), (3, (3,))]
+    computed = [event.seq for event in events_of(core, ev.ChunkComputed)]
+    assert all(event.seq < seq for event, seq in zip(events_of(core, ev.BlocksPublished), computed, strict=True))
 
 
 def test_each_chunk_is_published_after_the_step_that_filled_its_blocks() -> None:
@@ -112,7 +174,7 @@ def test_a_chat_turn_recovers_prompt_and_generated_tokens_of_the_turn_before(pub
     assert second.num_recovered_tokens == 16
 
 
-@pytest.mark.parametrize(("publication", "expected"), [("on-completion", 0), ("incremental", 8)])
+@pytest.mark.parametrize(("publication", "expected"), [("on-completion", 0), ("incremental", 8), ("at-allocation", 8)])
 def test_an_aborted_request_leaves_exactly_what_was_published_before(publication: str, expected: int) -> None:
     core = small_core(publication=publication)
     core.submit(FULL_PROMPT, max_tokens=20, request_id="a")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from minivllm.block_hash import MultimodalItem, make_extra_keys
 from minivllm.errors import InvalidRequestError, InvariantError
 from minivllm.request import TRANSITIONS, Request, RequestState, Sampling
 
@@ -39,6 +40,15 @@ def test_every_state_can_be_aborted_and_fail_until_it_has_ended() -> None:
 def test_only_a_running_request_finishes_or_is_preempted() -> None:
     for target in (RequestState.FINISHED, RequestState.PREEMPTED):
         assert [state for state in RequestState if target in TRANSITIONS[state]] == [RequestState.RUNNING]
+
+
+def test_a_held_request_waits_again_or_as_a_sample_runs_at_once() -> None:
+    assert TRANSITIONS[RequestState.HELD] - ENDS == {RequestState.WAITING, RequestState.RUNNING}
+    assert [state for state in RequestState if RequestState.HELD in TRANSITIONS[state]] == [RequestState.WAITING]
+
+
+def test_a_preempted_request_is_never_held() -> None:
+    assert TRANSITIONS[RequestState.PREEMPTED] - ENDS == {RequestState.RUNNING}
 
 
 def test_tokens_are_prompt_then_output() -> None:
@@ -84,6 +94,7 @@ def test_sampling_is_greedy_by_default() -> None:
         *(("top_k", value) for value in (-1, 1.5, True, None)),
         *(("seed", value) for value in (-1, 2**64, 1.0, True, "7")),
         *(("stop", value) for value in ("", [""], ["ok", ""], [7], [None])),
+        *(("n", value) for value in (0, -1, 129, 1.0, True, None, "2")),
     ],
 )
 def test_a_value_that_makes_no_sense_is_refused_by_name(field: str, value: Any) -> None:
@@ -103,6 +114,8 @@ def test_a_value_that_makes_no_sense_is_refused_by_name(field: str, value: Any) 
         ("top_k", 50),
         ("seed", 0),
         ("seed", 2**64 - 1),
+        ("n", 1),
+        ("n", 128),
     ],
 )
 def test_the_limits_themselves_are_fine(field: str, value: Any) -> None:
@@ -117,3 +130,33 @@ def test_one_stop_string_is_as_good_as_a_list_of_one() -> None:
 def test_stop_that_is_no_string_and_no_list_is_refused_in_a_sentence(stop: Any) -> None:
     with pytest.raises(InvalidRequestError, match=r"^stop is .*; it must be a string or a list of strings"):
         Sampling(stop=stop)
+
+
+# -- Samples, adapters and priorities ----------------------------------------------------------------------
+
+
+def test_every_sample_has_a_seed_of_its_own_and_the_last_one_must_fit() -> None:
+    with pytest.raises(
+        InvalidRequestError, match=r"so the last sample's seed would be above 2\*\*64 - 1; lower the seed"
+    ):
+        Sampling(seed=2**64 - 2, n=3)
+    last = Sampling(seed=2**64 - 3, n=3).of_sample(2)
+    assert (last.seed, last.n) == (2**64 - 1, 1)
+
+
+def test_the_sampling_of_a_sample_is_what_a_lone_request_needs_to_draw_the_same() -> None:
+    asked = Sampling(max_tokens=5, temperature=0.7, top_p=0.9, top_k=4, seed=10, stop=("end",), ignore_eos=True, n=3)
+    alone = Sampling(max_tokens=5, temperature=0.7, top_p=0.9, top_k=4, seed=12, stop=("end",), ignore_eos=True)
+    assert asked.of_sample(2) == alone
+    assert Sampling(n=3).of_sample(2) == Sampling(), "without a seed the engine gives each its own"
+
+
+def test_a_request_has_one_sample_and_the_usual_priority_unless_told_otherwise() -> None:
+    request = Request("a", (1,))
+    assert (request.sampling.n, request.priority, request.num_adopted_tokens, request.adapter) == (1, 0, 0, None)
+
+
+def test_the_adapter_is_read_from_the_keys_and_not_mistaken_for_a_salt() -> None:
+    assert Request("a", (1,), extra_keys=make_extra_keys(cache_salt="law")).adapter is None
+    keys = make_extra_keys(adapter="law", cache_salt="s", multimodal=[MultimodalItem("cat", 0, 1)])
+    assert Request("a", (1,), extra_keys=keys).adapter == "law"

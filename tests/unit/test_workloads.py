@@ -56,6 +56,30 @@ def test_each_request_draws_with_its_own_seed_and_ignores_the_end_of_sequence(to
     assert all(s.sampling.ignore_eos for s in submissions)
 
 
+@pytest.mark.parametrize(("num_requests", "samples"), [(3, 4), (1, 8), (8, 1), (5, 2)])
+def test_no_two_samples_of_any_request_draw_with_the_same_seed(num_requests: int, samples: int) -> None:
+    race = Race(num_requests=num_requests, samples=samples, temperature=0.9, seed=7, prompt_tokens=5)
+    submissions = race_submissions(race, VirtualTokenizer())
+    assert {s.sampling.n for s in submissions} == {samples}
+    seeds = [s.sampling.of_sample(number).seed for s in submissions for number in range(samples)]
+    assert seeds == list(range(7, 7 + num_requests * samples))
+
+
+def test_samples_change_neither_the_prompts_nor_the_ids() -> None:
+    one, many = (
+        race_submissions(Race(num_requests=3, samples=n, prompt_tokens=40), VirtualTokenizer()) for n in (1, 4)
+    )
+    assert [s.prompt for s in one] == [s.prompt for s in many]
+    assert [s.request_id for s in one] == [s.request_id for s in many] == ["r0", "r1", "r2"]
+    assert Race(samples=4).as_dict()["samples"] == 4
+
+
+def test_the_last_seed_of_a_race_may_be_the_largest() -> None:
+    race = Race(num_requests=3, samples=4, seed=2**64 - 12)
+    last = race_submissions(race, VirtualTokenizer())[-1].sampling
+    assert last.of_sample(3).seed == 2**64 - 1
+
+
 def test_together_waits_for_nobody_and_staggered_for_the_first_token_of_the_one_before() -> None:
     together = race_submissions(Race(num_requests=3), VirtualTokenizer())
     assert [s.after for s in together] == [None, None, None]
@@ -80,6 +104,11 @@ def test_together_waits_for_nobody_and_staggered_for_the_first_token_of_the_one_
         ({"seed": -1}, InvalidRequestError, "seed is -1"),
         ({"seed": 2**64 - 3}, InvalidRequestError, "seed is"),
         ({"seed": "one"}, InvalidRequestError, "seed is 'one'"),
+        ({"num_requests": 3, "samples": 4, "seed": 2**64 - 11}, InvalidRequestError, "seed is .* and n is 4"),
+        ({"samples": 0}, ConfigError, "samples is 0; it must be a whole number from 1 to 128"),
+        ({"samples": 129}, ConfigError, "samples is 129"),
+        ({"samples": 1.0}, ConfigError, "samples is 1.0"),
+        ({"samples": True}, ConfigError, "samples is True"),
         ({"arrival": "stagered"}, UnknownNameError, "did you mean 'staggered'"),
     ],
 )
