@@ -9,7 +9,7 @@
 All blocks are made once, when the engine starts. The free queue is a doubly linked list whose links are fields
 of the blocks themselves, so that a block in the middle leaves in constant time when a request hits it (vLLM's
 structure). A block that was published keeps its content and hash while it is free: it is found until it is
-popped. Block 0 is the scratch block: padding is written there; it is never handed out.
+popped. Block 0 is the scratch block: it pads short block tables, and is never written or handed out.
 
 Long prompts move a thousand blocks at a time, so the pool moves many with one call: O(1) a block, and the queue is
 cut or joined once. Knows blocks and their order. Must not know tokens, requests or the index: `kv_cache_manager.py`
@@ -59,8 +59,9 @@ BLOCK_TRANSITIONS: dict[tuple[BlockState, BlockAction], BlockState] = {
     (BlockState.PUBLISHED, BlockAction.EVICT): BlockState.FREE,
     (BlockState.PUBLISHED, BlockAction.RESET): BlockState.FREE,
 }
-"""The one table of a block's transitions, shared by the code, the tests and the drawn diagram. A pair that is not in it
-cannot happen: a block that nobody has computed is never hit, and one in use is never evicted (its count is above 0)."""
+"""The one table of a block's transitions: a log that breaks it is refused by the replay, tests walk through it and the
+diagram is drawn from it. What is not in it cannot happen: a block that nobody has published is never hit, and one in
+use is never evicted (its count is above 0)."""
 
 
 class Block:
@@ -241,13 +242,13 @@ class BlockPool:
         return taken
 
     def share(self, block: Block) -> None:
-        """Count one more user of a published block; it leaves the free queue if it was there."""
+        """Count one more user of a block (published, or shared by samples); it leaves the free queue."""
         if block.ref_count == 0:
             self.free_queue.remove(block)
         block.ref_count += 1
 
     def share_all(self, blocks: Sequence[Block]) -> None:
-        """Count one more user of each of these published blocks; those in the free queue leave it."""
+        """Count one more user of each block (published, or shared by samples); those in the free queue leave it."""
         freed = []
         for block in blocks:
             count = block.ref_count

@@ -25,6 +25,7 @@ _P = TypeVar("_P")
 
 MAX_NUM_BLOCKS = 1 << 20
 MAX_BLOCK_SIZE = 4096
+_POLICIES = ("publication", "coordination", "release", "eviction", "prefix_index", "block_hash", "scheduling")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class EngineConfig:
 
     ``block_size`` is in tokens. ``num_blocks`` is the number of usable blocks (the scratch block is apart).
     ``max_num_batched_tokens`` is the token budget of a step, ``max_num_seqs`` the most running rows; of more
-    rows than budget, the later ones wait a step.
+    rows than budget, the later ones wait until earlier ones end.
     ``long_prefill_token_threshold`` limits one request's prompt tokens in a step (0: no limit of its own).
     ``coordination`` and ``prefix_index`` may also be classes, as each engine makes its own.
     ``admission`` is "by-chunk" (room for the first chunk is enough) or "whole-prompt"; ``watermark`` is the share of
@@ -72,8 +73,10 @@ class EngineConfig:
         _whole("max_num_batched_tokens", self.max_num_batched_tokens, 1, 1 << 20, "2048 is the default budget")
         _whole("max_num_seqs", self.max_num_seqs, 1, 1024, "8 rows is the default")
         _whole("long_prefill_token_threshold", self.long_prefill_token_threshold, 0, 1 << 20, "0 sets no limit")
-        if isinstance(self.admission, str):
-            object.__setattr__(self, "admission", self.admission.lower().replace("_", "-"))
+        for name in (*_POLICIES, "admission"):
+            value = getattr(self, name)
+            if isinstance(value, str):  # names have hyphens; the constant's spelling in code is understood, too
+                object.__setattr__(self, name, value.lower().replace("_", "-"))
         if self.admission not in ADMISSIONS:
             raise UnknownNameError(f"no admission is called {self.admission!r}; {nearest(self.admission, ADMISSIONS)}")
         _number("watermark", self.watermark, 0.0, 0.9, "a share of the pool, such as 0.05")
@@ -90,7 +93,7 @@ class EngineConfig:
                 + ", ".join(sorted(unsafe))
             )
         # Ask for each policy once, so that a wrong name is reported here and not in the engine.
-        for name in ("publication", "coordination", "release", "eviction", "prefix_index", "block_hash", "scheduling"):
+        for name in _POLICIES:
             getattr(self, f"{name}_policy")
 
     @property
@@ -180,8 +183,7 @@ def _resolve(what: str, given: Any, known: Mapping[str, _P], member: str, *, is_
     ``is_class`` says that a class is meant, and not an object of it.
     """
     if isinstance(given, str):
-        # Names are written with hyphens; the constant's spelling in code is understood, too.
-        found = known.get(given.lower().replace("_", "-"))
+        found = known.get(given)
         if found is None:
             raise UnknownNameError(f"no {what} is called {given!r}; {nearest(given, known)}")
         return found

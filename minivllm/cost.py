@@ -6,7 +6,11 @@ numbers of tokens and rows; must not know requests, blocks or engines.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from dataclasses import dataclass
+
+from minivllm.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +32,12 @@ class CostModel:
     decode_one_ms: float = 0.1
     decode_base_ms: float = 5.0
     decode_row_ms: float = 5.4
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+                raise ConfigError(f"{field.name} is {value!r}; it must be a number of milliseconds, 0 or more")
 
     def step(self, num_prefill_tokens: int, num_decode_rows: int) -> float:
         """Return the milliseconds of one step."""

@@ -78,9 +78,9 @@ class Door:
             if not isinstance(submission, Submission):
                 raise InvalidRequestError(f"a batch holds {submission!r}; wrap each prompt: Submission(prompt)")
             requests = self._checked(submission, in_use)
-            # The trigger first: a request that waited for itself would never arrive.
             trigger = self._checked_trigger(submission.after, in_use)
             prepared.append(Prepared(requests[0], trigger, tuple(requests[1:])))
+            # Its own ids are added last: a request that waited for itself would never arrive.
             names.update(request.request_id for request in requests)
         return prepared
 

@@ -36,7 +36,7 @@ from minivllm.errors import (
 from minivllm.flights import Coordinator, LetGo, Outlook, Role
 from minivllm.kv_cache_manager import ComputedBlocks, KVCacheManager
 from minivllm.output import TextStream
-from minivllm.publication import Moment, is_safe
+from minivllm.publication import PUBLICATION_POLICIES, Moment, is_safe
 from minivllm.replay import State
 from minivllm.request import Request, RequestState, Sampling
 from minivllm.scheduler import Scheduler, Verdict
@@ -120,7 +120,7 @@ class EngineCore:
 
     def _make_coordinator(self, config: EngineConfig) -> Coordinator:
         coordinator = config.coordination_policy(config.release_policy, self.log.append)
-        if coordinator.cost is None:
+        if getattr(coordinator, "cost", None) is None:
             coordinator.cost = getattr(self.runner, "cost", None)
         return coordinator
 
@@ -191,27 +191,34 @@ class EngineCore:
         """
         self._check_open()
         batch = list(batch)
-        names: set[str] = set()
+        entering: set[str] = set()
         for request in (request for prepared in batch for request in prepared.requests):
-            if request.request_id in self.requests or request.request_id in names:
+            if request.request_id in self.requests or request.request_id in entering:
                 raise DuplicateRequestError(
                     f"request id {request.request_id!r} is in use; choose another or leave it out"
                 )
-            names.add(request.request_id)
+            entering.add(request.request_id)
         for request in (request for prepared in batch for request in prepared.requests):
             request.rank = self._rank(request)  # before anything is held: a policy may answer nonsense
-        for prepared in batch:
-            request = prepared.request
-            for each in prepared.requests:
-                self.requests[each.request_id] = each
-            if prepared.samples:
-                self._late_samples[request.request_id] = list(prepared.samples)
-                names = tuple(each.request_id for each in prepared.requests)
-                self._all_samples.update(dict.fromkeys(names, names))
-            if prepared.after is None:
-                self._arrive(request)
-            else:
-                self._defer(request, *prepared.after)
+        try:
+            for prepared in batch:
+                self._enter(prepared)
+        except BaseException as error:  # a coordinator raised: some are in its books, some are not
+            self.die(error)
+            raise
+
+    def _enter(self, prepared: Prepared) -> None:
+        request = prepared.request
+        for each in prepared.requests:
+            self.requests[each.request_id] = each
+        if prepared.samples:
+            self._late_samples[request.request_id] = list(prepared.samples)
+            names = tuple(each.request_id for each in prepared.requests)
+            self._all_samples.update(dict.fromkeys(names, names))
+        if prepared.after is None:
+            self._arrive(request)
+        else:
+            self._defer(request, *prepared.after)
 
     def _check_open(self) -> None:
         if self.error is not None:
@@ -379,7 +386,7 @@ class EngineCore:
                 )
 
     def _fail_non_finite(self, row: ScheduledRow, drawn: Mapping[str, int | RowError]) -> None:
-        """End the requests of a row whose numbers came out as NaN or infinite. Nothing of the row is published.
+        """End the requests of a row whose numbers came out as NaN or infinite. No safe policy has shown any of it.
 
         All samples of a prompt hang on the same numbers. Those that are held are failed first, so that none takes the
         first one's place.
@@ -436,7 +443,7 @@ class EngineCore:
             return False
         hashes = self.manager.publish(leader, ready)
         self._tell_published(leader, hashes)
-        return block_hash in hashes and self.manager.index.get(block_hash) is not None
+        return bool(hashes)
 
     def admitted(self, request: Request) -> None:
         """Tell the coordinator which prompt blocks the request is going to compute."""
@@ -576,9 +583,7 @@ class EngineCore:
 
     def _inherit_trigger(self, request: Request, heir: Request) -> None:
         """Let another sample arrive in the stead of a request that ended before it arrived."""
-        name, other = request.request_id, self._trigger_of.get(request.request_id)
-        if other is None:
-            return
+        name, other = request.request_id, self._trigger_of[request.request_id]
         # In the place of the one that ended: who was submitted first arrives first.
         self._deferred[other] = {
             (heir.request_id if each == name else each): (count, heir if each == name else waiting)
@@ -623,11 +628,17 @@ class EngineCore:
         """
         self.error = error
         self.log.append(ev.StepFailed(describe(error)))
-        # Followers first: then no flight can make one of them leader while all are ending.
+        for request in self._in_order_of_ending():
+            self._fail_for_sure(request, error)
+
+    def _in_order_of_ending(self) -> list[Request]:
+        """Return who has not ended, for an end of all: nobody then arrives, or leads, to be ended in turn.
+
+        Those that have not arrived come first, then the held, the last one first.
+        """
         order = {RequestState.DEFERRED: 0, RequestState.HELD: 1}
-        for request in sorted(self.requests.values(), key=lambda r: order.get(r.state, 2)):
-            if not request.state.is_ended:
-                self._fail_for_sure(request, error)
+        live = [request for request in reversed(self.requests.values()) if not request.state.is_ended]
+        return sorted(live, key=lambda request: order.get(request.state, 2))
 
     def _fail_for_sure(self, request: Request, error: BaseException) -> None:
         """End a request though the books may be broken: a policy that raised may raise again."""
@@ -670,8 +681,11 @@ class EngineCore:
         if any(not request.state.is_ended for request in self.requests.values()):
             raise ConfigError("policies can change only while no request is in the engine; wait or abort them")
         given: dict[str, Any] = {"publication": publication, "coordination": coordination, "release": release}
-        if publication is not None and self.config.allow_unsafe != policy_name(publication):
-            given["allow_unsafe"] = ""  # the consent was for another policy
+        if publication is not None and self.config.allow_unsafe not in (
+            *PUBLICATION_POLICIES,
+            policy_name(publication),
+        ):
+            given["allow_unsafe"] = ""  # the consent was for a policy of somebody's own, which leaves
         config = self.config.replace(**{k: v for k, v in given.items() if v is not None})
         self._check_is_safe(config)
         coordinator = self._make_coordinator(config)  # may raise: nothing changed
@@ -689,9 +703,8 @@ class EngineCore:
         if self._closed:
             return
         try:
-            for request in list(self.requests.values()):
-                if not request.state.is_ended:
-                    self.abort(request.request_id)
+            for request in self._in_order_of_ending():
+                self.abort(request.request_id)
         finally:
             self._closed = True
             self.runner.close()

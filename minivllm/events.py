@@ -120,7 +120,7 @@ class StepScheduled(Event):
 @_register
 @dataclass(slots=True)
 class StepFailed(Event):
-    """The runner raised in this step; nothing that it should have computed counts as computed."""
+    """The engine stopped on an error in this step; nothing that it should have computed counts as computed."""
 
     error: str
 
@@ -225,7 +225,7 @@ class TokenOut(Event):
 @_register
 @dataclass(slots=True)
 class RequestPreempted(Event):
-    """The newest running request gave its blocks up and stands at the head of the waiting list.
+    """The newest running request of the highest rank gave its blocks up; it waits at the head of its rank.
 
     ``num_computed_tokens`` is what it had computed and may have to compute again.
     """
@@ -443,9 +443,10 @@ class PrefixAwaited(Event):
 @_register
 @dataclass(slots=True)
 class PrefixReleased(Event):
-    """Held requests may be admitted: nobody computes their next missing block any more.
+    """Held requests may be admitted: what they waited for is published, or is computed by their leader no more.
 
-    ``reason`` is "published", or what became of ``leader_id``: "ended" or "preempted".
+    They look again, and may be held behind another. ``reason`` is "published" (by ``leader_id``), or what became of
+    ``leader_id``: "ended" or "preempted".
     """
 
     request_ids: tuple[str, ...]

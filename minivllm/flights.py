@@ -84,7 +84,7 @@ RELEASE_POLICIES: dict[str, ReleasePolicy] = {
 
 @dataclass(frozen=True, slots=True)
 class LetGo:
-    """Who need not wait any more: requests that the scheduler may admit now, oldest first."""
+    """Who need not wait any more: requests that the scheduler may admit now."""
 
     request_ids: tuple[str, ...] = ()
 
@@ -111,7 +111,7 @@ class Outlook:
 
 
 class Coordinator:
-    """What the engine asks, in the order of a request's life. Each call says who may go on.
+    """What the engine asks, in the order of a request's life. Each call says who may go on. Make yours a subclass.
 
     The base of all coordinators: nobody waits for anybody, and only ids are kept. ``flights`` and
     ``released_request_ids`` are the books of a single flight, ``awaiting`` says behind whom a request is held that
@@ -155,7 +155,7 @@ class Coordinator:
         return False
 
     def published(self, request_id: str, hashes: Sequence[BlockHash]) -> LetGo:
-        """Blocks with these hashes, which the request has computed, are found from now on."""
+        """Blocks with these hashes, of the request's own chain, are found from now on."""
         return NOBODY
 
     def wants_prompt(self, request_id: str) -> bool:

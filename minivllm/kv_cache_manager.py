@@ -1,9 +1,6 @@
 """The one owner of a block's life: look up, allocate, publish, free.
 
-    FREE ──allocate──► OWNED ──publish──► PUBLISHED ──evict──► FREE
-     ▲                   │                  count ≥ 0; in the free queue exactly while it is 0
-     └──────free─────────┘
-
+`block_pool.py` has the picture of a block's life.
 A request's block table lists its blocks in the order of its tokens and only grows, until all of it is freed. One
 entry alone may be replaced: the partly filled last block that samples of one prompt share is copied when one of them
 writes into it (copy on write).
@@ -39,7 +36,7 @@ class Collision:
 
 @dataclass(frozen=True, slots=True)
 class ComputedBlocks:
-    """What a look-up found: published blocks, from where the request's own end to the first miss.
+    """What a look-up found: published blocks, from behind those that the request holds itself to the first miss.
 
     Good only until the next change of the pool: nothing holds the blocks yet. ``collision`` is the block at which
     the check of token ids ended the look-up, if it did.
@@ -322,7 +319,8 @@ class KVCacheManager:
     def publish(self, request: Request, num_tokens: int, *, before_computed: bool = False) -> Sequence[BlockHash]:
         """Make the request's full blocks within its first ``num_tokens`` tokens findable.
 
-        Returns the hashes of those that were not settled before, and are now found: in these blocks or in others.
+        Returns the hashes of those that were not settled before, and are now found: in these blocks or in others
+        (under the check of token ids perhaps hidden behind a block with the same hash and other tokens).
 
         Only full blocks are hashed: a block that still grows would change its name with every token. Of two
         blocks with the same content the first one published is found; the other stays private until freed.
@@ -353,8 +351,10 @@ class KVCacheManager:
                 self._duplicates.discard(block.block_id)  # its twin was evicted since
                 published.append(position)
             elif twin != block.block_id and block.block_id not in self._duplicates:
-                # Else another sample of the prompt has published it or reported its twin, or it was adopted.
+                # No news otherwise: this very block is found, as another sample published it or it was adopted; or
+                # its twin was reported.
                 duplicated.append((position, twin))
+                self._duplicates.add(block.block_id)
         table.num_settled = last
         if self._contents is not None:
             for position in published:
@@ -364,7 +364,6 @@ class KVCacheManager:
             self._emit(self._published_event(request, table, published))
         if duplicated:
             places, twins = zip(*duplicated, strict=True)
-            self._duplicates.update([blocks[position].block_id for position in places])
             self._emit(
                 ev.BlocksDuplicated(
                     request.request_id,
@@ -399,6 +398,7 @@ class KVCacheManager:
             held, mine = self._contents[twin], self._content(request, table, position)
             if held.same_as(mine):
                 rest.append((position, twin))
+                table.contents[position] = held  # one object from here on: the next comparison ends here
             else:
                 block_hash = table.chain.hashes[position]
                 self._emit_collision(request, Collision(twin, block_hash, mine.token_ids, held.token_ids))

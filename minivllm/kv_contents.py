@@ -17,7 +17,7 @@ Freeing, eviction and a reset forget names; none of them wipes memory. So a slot
 whoever did. What a row computes after a wrong read counts as its own: who read what is said, not what came of it.
 
 Knows events only. Must not look into the engine. Tokens are compared exactly, not by a hash: each sequence of
-tokens under its extra keys gets one number when it is first met. The cost is constant for each slot.
+tokens under its extra keys gets one number when it is first met. The cost is constant for each slot read or written.
 """
 
 from __future__ import annotations

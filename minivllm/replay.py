@@ -134,11 +134,9 @@ class State:
 
     def enqueue(self, request_ids: tuple[str, ...]) -> None:
         """Put requests into the waiting list by rank and arrival, behind preempted ones of their rank."""
-        if not request_ids:
-            return
         for request_id in request_ids:
             self.requests[request_id].move(RequestState.WAITING)
-        self.waiting = sorted([*self.waiting, *request_ids], key=self.place)
+            bisect.insort_right(self.waiting, request_id, key=self.place)
 
     def place(self, request_id: str) -> tuple[int, int]:
         """Return a request's sort key in the waiting list. Sorting is stable: preempted ones keep their order."""

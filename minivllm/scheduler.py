@@ -2,7 +2,7 @@
 
     arrive ──► waiting ──admit──► running ──► ended
                  ▲  ▲                │
-       released  │  └──── preempted ─┘ (to the head)
+       released  │  └──── preempted ─┘ (to the head of its rank)
                 held
 
 A step has a budget of tokens. Rows in decode come first (one token each), then running prefills, then requests
@@ -172,7 +172,7 @@ class Scheduler:
     # -- Lists ---------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """A request that has just arrived takes its place in the waiting list: the end, among equals."""
+        """A request takes its place in the waiting list: at its rank by arrival, behind preempted ones."""
         bisect.insort_right(self.waiting, request, key=_place)
 
     def hold(self, request: Request) -> None:
@@ -185,19 +185,16 @@ class Scheduler:
         self.held[request.request_id] = request
 
     def release(self, request_ids: Iterable[str]) -> None:
-        """Let held requests wait for admission, at their places by arrival but behind preempted ones.
+        """Let held requests wait for admission, at their places by rank and arrival, behind preempted ones.
 
         Raises UnknownRequestError for a request that is not held.
         """
-        released: list[Request] = []
         for request_id in request_ids:
             request = self.held.pop(request_id, None)
             if request is None:
                 raise UnknownRequestError(f"request {request_id!r} was released but is not held")
             request.move_to(RequestState.WAITING)
-            released.append(request)
-        if released:
-            self.waiting = deque(sorted([*self.waiting, *released], key=_place))
+            self.add(request)
 
     def remove(self, request: Request) -> None:
         """Take a request that ends out of whichever list it is in."""
@@ -283,6 +280,7 @@ class Scheduler:
                     break
             if request.state is RequestState.RUNNING:
                 self._plan(planned, request, count, adopted)
+                self._watcher.allocated(request, request.num_computed_tokens + count)
                 request.num_adopted_tokens += adopted.num_tokens
         return preempted
 
@@ -300,6 +298,8 @@ class Scheduler:
             computed = self._manager.get_computed_blocks(request)
             resumed = request.state is RequestState.PREEMPTED
             verdict = Verdict.GO if resumed else self._watcher.may_admit(request, computed)
+            if verdict is Verdict.GO and self.waiting[0] is not request:
+                continue  # the answer let somebody go who comes first
             if verdict is not Verdict.GO:
                 if verdict is Verdict.HOLD:
                     self.hold(request)
@@ -317,6 +317,7 @@ class Scheduler:
                 request.num_recovered_tokens = computed.num_tokens
             self._plan(planned, request, count, computed)
             self._watcher.admitted(request)
+            self._watcher.allocated(request, request.num_computed_tokens + count)
 
     def _chunk(self, request: Request, computed: ComputedBlocks) -> int:
         """Return how many tokens of the request fit in the step, after those found in ``computed``."""
@@ -353,7 +354,6 @@ class Scheduler:
         request.num_computed_tokens += computed.num_tokens
         planned[request.request_id] = _Plan(request, count, copy)
         self.budget_left -= count
-        self._watcher.allocated(request, request.num_computed_tokens + count)
 
     def _row(self, plan: _Plan) -> ScheduledRow:
         request, count = plan.request, plan.num_tokens

@@ -7,9 +7,9 @@ block* is being computed by a running one, and follows it block by block:
     leader     [0][1][2][3][4]──own tokens──►          publishes each block after the step that computed it
     follower   held for 0 ─► held for 3 ─► admitted    takes 0 to 4 from the cache, computes what is its own
 
-Only running requests are waited for, and a running request waits for nobody: so there can be no circle, and as a
-running request computes, ends or is preempted, nobody waits for ever. When the leader ends early or is preempted
-its followers look again: the first that is admitted computes, and the others are held behind that one.
+Only running requests are waited for, and a running request waits for nobody: so there can be no circle. A running
+request sooner or later computes, ends or is preempted: so nobody waits for ever. When the leader ends early or is
+preempted its followers look again: the first that is admitted computes, and the others are held behind that one.
 
 Knows hashes of blocks and which running request computes them; must not know block ids, lists or time.
 """

@@ -94,7 +94,7 @@ class WaitOrRecompute(SharedPrefixCoordinator):
             end += 1
         found, shared_end = outlook.num_found * outlook.block_size, end * outlook.block_size
         case = TwoRequests(
-            leader_left=leader.num_prompt_tokens - leader.num_computed_tokens,
+            leader_left=max(leader.num_prompt_tokens - leader.num_computed_tokens, 0),
             until_shared=shared_end - leader.num_computed_tokens,
             shared=shared_end - found,
             own=request.num_prompt_tokens - shared_end,

@@ -14,8 +14,7 @@ import mlx.core as mx
 
 
 def free_bytes() -> int:
-    """Return the bytes that MLX could still allocate: of the GPU if it computes there, else of the machine.
-    """
+    """Return the bytes that MLX could still allocate: of the GPU if it computes there, else of the machine."""
     device = mx.device_info()
     for key in ("free_memory", "max_recommended_working_set_size"):  # CUDA, Metal
         if key in device:

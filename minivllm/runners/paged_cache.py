@@ -20,11 +20,9 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from minivllm.block_pool import SCRATCH_BLOCK_ID
 from minivllm.errors import InvariantError, ModelError
 from minivllm.step import BlockCopy, ScheduledRow
-
-SCRATCH = 0
-"""Id of the block that pads block tables."""
 
 
 class BlockPoolArrays:
@@ -75,7 +73,7 @@ class BlockPoolArrays:
         Raises InvariantError for a block that the pool has not.
         """
         ids = [block_id for copy in copies for block_id in (copy.source, copy.target)]
-        if min(ids) <= SCRATCH or max(ids) > self.num_blocks:
+        if min(ids) <= SCRATCH_BLOCK_ID or max(ids) > self.num_blocks:
             raise InvariantError(
                 f"block copies name ids from {min(ids)} to {max(ids)}; the pool has 1 to {self.num_blocks}"
             )
@@ -165,7 +163,7 @@ class Call:
         tables = [_checked_table(row, pool) for row in rows]
         width = max(len(table) for table in tables)
         starts = mx.array([row.start for row in rows])
-        padded = [[*table, *[SCRATCH] * (width - len(table))] for table in tables]
+        padded = [[*table, *[SCRATCH_BLOCK_ID] * (width - len(table))] for table in tables]
         visible = mx.arange(width * pool.block_size)[None] <= starts[:, None]
         return cls(
             batch=len(rows),
@@ -192,7 +190,7 @@ def _checked_table(row: ScheduledRow, pool: BlockPoolArrays) -> tuple[int, ...]:
             f"request {row.request_id!r} computes {row.num_tokens} tokens from position {row.start} with "
             f"{len(row.block_ids)} blocks of {pool.block_size}; it needs 1 token or more and {needed} blocks"
         )
-    if min(table) <= SCRATCH or max(table) > pool.num_blocks:
+    if min(table) <= SCRATCH_BLOCK_ID or max(table) > pool.num_blocks:
         raise InvariantError(
             f"request {row.request_id!r} has block ids from {min(table)} to {max(table)}; "
             f"the pool has 1 to {pool.num_blocks}"

@@ -62,6 +62,4 @@ def draw_each(logits: mx.array, samplings: list[Sampling], seeds: list[int], ind
     """Return one token per row of ``logits`` ``[rows, vocabulary]``: an array ``[rows]``, still lazy."""
     if all(sampling.temperature == 0 for sampling in samplings):
         return mx.argmax(logits, axis=-1)
-    return mx.stack(
-        [draw(logits[row], *args) for row, args in enumerate(zip(samplings, seeds, indices, strict=True))]
-    )
+    return mx.stack([draw(logits[row], *args) for row, args in enumerate(zip(samplings, seeds, indices, strict=True))])

@@ -12,13 +12,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from minivllm.block_pool import SCRATCH_BLOCK_ID
 from minivllm.errors import ConfigError, InvariantError, ModelError
 from minivllm.models import LoadedModel
 from minivllm.request import Request, Sampling
 from minivllm.runners import forward as forward_module
 from minivllm.runners import mlx as runner_module
 from minivllm.runners.mlx import MLXRunner
-from minivllm.runners.paged_cache import SCRATCH, BlockPoolArrays, Call, LayerView
+from minivllm.runners.paged_cache import BlockPoolArrays, Call, LayerView
 from minivllm.step import Phase, ScheduledRow, ScheduledStep
 from tests.parity.hand import VOCAB, Hand, Reference, prompt, small_model
 
@@ -215,7 +216,7 @@ def test_each_row_of_a_batch_sees_its_own_tokens_only() -> None:
     ]
     call = Call.of_single_tokens(rows, pool)
     assert isinstance(call.offset, mx.array) and call.offset.tolist() == [2, 4]
-    assert call.read_parts.tolist() == [[[3, SCRATCH]], [[1, 2]]]
+    assert call.read_parts.tolist() == [[[3, SCRATCH_BLOCK_ID]], [[1, 2]]]
     assert call.mask is not None and call.mask.shape == (2, 1, 1, 8)
     assert call.mask[:, 0, 0].tolist() == [[True] * 3 + [False] * 5, [True] * 5 + [False] * 3]
 
@@ -249,7 +250,7 @@ def test_the_scratch_block_stays_zero_and_the_pool_finite(hand: Hand) -> None:
     pool = hand.runner._pool
     assert pool is not None
     for array in (*pool._keys, *pool._values):
-        assert not np.array(array[SCRATCH]).any()
+        assert not np.array(array[SCRATCH_BLOCK_ID]).any()
         assert np.isfinite(np.array(array)).all()
         assert np.array(array).any()
 
