@@ -13,6 +13,7 @@ import gc
 import statistics
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -34,7 +35,7 @@ class TimedRunner:
     def __getattr__(self, name: str) -> object:
         return getattr(self.runner, name)
 
-    def execute(self, step: ScheduledStep) -> dict[str, int | RowError]:
+    def execute(self, step: ScheduledStep) -> Mapping[str, int | RowError]:
         """Time the runner's own step."""
         start = time.perf_counter()
         drawn = self.runner.execute(step)
