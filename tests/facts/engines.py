@@ -19,9 +19,12 @@ from minivllm.kv_contents import kv_contents
 from minivllm.metrics import Metrics, RequestMetrics
 from minivllm.request import Request
 from minivllm.step import ScheduledStep
-from tests.unit.small import check, events_of, run, small_core, step
+from tests.unit.small import check, events_of, small_core, step
 
-__all__ = ["check", "events_of", "numbers", "run", "small_core", "step"]
+__all__ = ["check", "events_of", "small_core", "step"]
+
+MOST_STEPS = 400
+"""No test here takes so many: an engine that does is in an endless loop."""
 
 SHARED = list(range(100, 148))
 """48 tokens: three blocks of 16."""
@@ -49,9 +52,21 @@ def read_back(core: EngineCore) -> None:
     assert contents.published_unwritten == (), contents.describe()
 
 
+def steps_until(core: EngineCore, what: Callable[[], bool]) -> None:
+    """Run steps, with the books checked after each, until it is so."""
+    for _ in range(MOST_STEPS):
+        if what():
+            return
+        step(core)
+    raise AssertionError(f"{MOST_STEPS} steps have not brought it about")
+
+
 def finish(core: EngineCore) -> None:
-    """Run to the end, with the books checked after each step and the K/V read back."""
-    run(core)
+    """Run to the end, with the books checked after each step, and read the K/V back: every block is free."""
+    steps_until(core, lambda: not core.has_work)
+    check(core)
+    assert all(request.state.is_ended for request in core.requests.values())
+    assert core.manager.pool.num_free == core.manager.pool.num_blocks
     read_back(core)
 
 
@@ -114,7 +129,7 @@ def alone(prompt: Iterable[int], **fields: Any) -> list[int]:
 def _alone(prompt: tuple[int, ...], fields: tuple[tuple[str, Any], ...]) -> tuple[int, ...]:
     core = small_core(num_blocks=256, max_num_batched_tokens=1 << 16, enable_prefix_caching=False)
     request = core.submit(list(prompt), **dict(fields))
-    core.run()
+    assert core.run(MOST_STEPS) < MOST_STEPS
     return tuple(request.output_token_ids)
 
 

@@ -23,6 +23,7 @@ from minivllm.request import Request, RequestState, Sampling
 from minivllm.runners.virtual import VirtualRunner
 from minivllm.step import ScheduledStep
 from tests.facts.engines import (
+    MOST_STEPS,
     alone,
     check,
     computed_tokens,
@@ -41,6 +42,7 @@ from tests.facts.engines import (
     serve,
     small_core,
     step,
+    steps_until,
     table,
     writes_private_blocks_only,
 )
@@ -86,9 +88,9 @@ def test_published_at_allocation_a_withdrawn_request_leaves_blocks_that_were_nev
 
     core = during_steps(withdraw, publication="at-allocation")
     core.submit(PROMPT, max_tokens=1)
-    core.run()
+    core.run(MOST_STEPS)
     victim = core.submit(PROMPT, max_tokens=1)
-    core.run()
+    core.run(MOST_STEPS)
     assert victim.num_recovered_tokens == 12
     assert [read.position for read in kv_contents(core.log).wrong_reads] == list(range(12))
 
@@ -219,7 +221,7 @@ def handed_out_for_a_copy(core: EngineCore) -> None:
 def handed_out_to_one_that_resumes(core: EngineCore) -> None:
     core.submit(numbers(300, 10), max_tokens=16)
     core.submit(numbers(400, 10), max_tokens=16)
-    core.run()
+    core.run(MOST_STEPS)
 
 
 @fact("fault-stale-hash")
@@ -279,8 +281,7 @@ def test_an_admission_with_hits_that_is_refused_counts_nothing(settings: dict[st
     core = incremental(**settings)
     serve(core, PROMPT)
     holder = core.submit(numbers(300, 13), max_tokens=4)
-    while not holder.output_token_ids:
-        step(core)
+    steps_until(core, lambda: bool(holder.output_token_ids))
     before = free_ids(core)
     assert len(before) == 4
     refused = core.submit([*PROMPT, *numbers(400, num_tokens - 13)], max_tokens=1)
@@ -301,7 +302,9 @@ def test_a_running_row_that_finds_no_room_and_gives_up_leaves_the_counts_of_the_
     requests.append(core.submit(numbers(300, 7), max_tokens=9))
     shared = table(core, requests[0])[:3]
     seen = set()
-    while core.step():
+    for _ in range(MOST_STEPS):
+        if not core.step():
+            break
         check(core)
         num_users = sum(table(core, request)[:3] == shared for request in requests[:2])
         assert num_users == 0 or counts(core, shared) == [num_users] * 3
@@ -428,8 +431,7 @@ def test_one_that_resumes_with_all_of_its_blocks_found_computes_its_last_token()
     core = incremental(num_blocks=7)
     old = core.submit(numbers(50, 12), max_tokens=9)
     new = core.submit(numbers(10, 8), max_tokens=9)
-    while not new.num_preemptions:
-        step(core)
+    steps_until(core, lambda: new.num_preemptions > 0)
     # 12 tokens: with the ones that it has put out, all of its blocks are full and, for now, still cached.
     core.abort(old.request_id)
     step(core)
@@ -652,7 +654,7 @@ def test_a_weak_hash_collides_and_with_the_check_of_token_ids_nothing_wrong_is_s
         )
         for place in range(20):
             core.submit(numbers(100 * place, 9), max_tokens=1)
-            core.run()
+            core.run(MOST_STEPS)
             core.check_invariants()
         return core
 
@@ -734,11 +736,22 @@ def test_a_follower_is_let_go_when_what_it_waits_for_is_there(publication: str, 
     core = small_core(publication=publication, release=release, coordination="single-flight", num_blocks=32)
     core.submit(PROMPT, max_tokens=3)
     followers = [core.submit(PROMPT, max_tokens=3) for _ in range(2)]
-    while all(request.state is RequestState.HELD for request in followers):
-        step(core)
+    steps_until(core, lambda: any(request.state is not RequestState.HELD for request in followers))
     assert found(core, PROMPT) == 12
     finish(core)
     assert [request.num_recovered_tokens for request in followers] == [12, 12]
+
+
+@fact("fault-publication-moment")
+def test_a_leader_whose_prompt_was_cached_and_that_is_cancelled_lets_everybody_go() -> None:
+    core = small_core(coordination="single-flight", release="on-completion", num_blocks=32)
+    serve(core, PROMPT)
+    leader = core.submit(PROMPT, max_tokens=5)
+    followers = [core.submit(PROMPT, max_tokens=2) for _ in range(3)]
+    step(core, 2)
+    core.abort(leader.request_id)
+    assert [request.state for request in followers] == [RequestState.WAITING] * 3
+    finish(core)
 
 
 @fact("fault-publication-moment")
@@ -943,8 +956,7 @@ def test_a_preempted_request_is_freed_from_its_tail_too() -> None:
     core = incremental(num_blocks=8)
     core.submit(numbers(50, 12), max_tokens=9)
     core.submit(numbers(10, 16), max_tokens=9)
-    while not events_of(core, ev.RequestPreempted):
-        step(core)
+    steps_until(core, lambda: bool(events_of(core, ev.RequestPreempted)))
     freed = events_of(core, ev.BlocksFreed)[-1]
     taken = [e.block_ids for e in events_of(core, ev.BlocksAllocated) if e.request_id == "r1"]
     assert freed.request_id == "r1"

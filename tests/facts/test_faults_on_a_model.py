@@ -16,13 +16,13 @@ import numpy as np
 
 from minivllm import events as ev
 from minivllm.adapters import Adapters, make_adapter
+from minivllm.block_pool import SCRATCH_BLOCK_ID
 from minivllm.engine import EngineCore
 from minivllm.errors import ConfigError, RowError
 from minivllm.models import LoadedModel, load_model
 from minivllm.request import RequestState
-from minivllm.runners.paged_cache import SCRATCH
 from minivllm.step import ScheduledStep
-from tests.facts.engines import config, events_of, finish, numbers, step, table
+from tests.facts.engines import MOST_STEPS, config, events_of, finish, numbers, step, table
 
 fact = pytest.mark.fact
 
@@ -94,7 +94,7 @@ def test_after_a_withdrawn_request_the_same_prompt_answers_as_if_alone(
 
         runner_of(core).on_step = withdraw
         core.submit(PROMPT, max_tokens=4, request_id="gone")
-        core.run()
+        core.run(MOST_STEPS)
         assert served(core, PROMPT) == lone(PROMPT)
 
 
@@ -156,7 +156,7 @@ def test_the_scratch_block_that_pads_ragged_batches_stays_zero(
     with real(tiny) as core:
         requests = [core.submit(prompt, max_tokens=6, ignore_eos=True) for prompt in prompts]
         finish(core)
-        assert all(not part[SCRATCH].any() for part in runner_of(core).parts())
+        assert all(not part[SCRATCH_BLOCK_ID].any() for part in runner_of(core).parts())
     assert [request.output_token_ids for request in requests] == [lone(prompt, max_tokens=6) for prompt in prompts]
 
 
@@ -219,7 +219,7 @@ def test_the_pools_bytes_are_known_and_stay_the_same_and_nothing_piles_up_beside
         for turn in range(4):
             for place in range(3):
                 core.submit([*PROMPT, turn, place], max_tokens=6, n=1 + place % 2, temperature=1.0, ignore_eos=True)
-            core.run()
+            core.run(MOST_STEPS)
             assert runner.pool_bytes == size
             active.append(mx.get_active_memory())
         # After the first turn, which makes what is made once, less than one block of K/V may be new.

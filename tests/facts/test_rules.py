@@ -27,6 +27,7 @@ from minivllm.prefix_index import PREFIX_INDEXES, PrefixIndex
 from minivllm.replay import replay
 from minivllm.request import Request, RequestState
 from tests.facts.engines import (
+    MOST_STEPS,
     alone,
     check,
     computed_tokens,
@@ -45,6 +46,7 @@ from tests.facts.engines import (
     serve,
     small_core,
     step,
+    steps_until,
     table,
     writes_private_blocks_only,
 )
@@ -471,7 +473,9 @@ def test_a_table_only_grows_at_its_end_until_all_of_it_is_freed() -> None:
     core = incremental(num_blocks=16, max_num_batched_tokens=8)
     requests = [core.submit(numbers(10, length), max_tokens=9) for length in (9, 9, 14)]
     before: dict[str, list[int]] = {}
-    while core.step():
+    for _ in range(MOST_STEPS):
+        if not core.step():
+            break
         check(core)
         for request in requests:
             now = table(core, request)
@@ -583,7 +587,7 @@ def test_however_tight_it_is_no_block_in_use_is_evicted() -> None:
     own = table(core, holder)
     for place in range(3):
         core.submit(numbers(100 + 20 * place, 11), max_tokens=1)
-    while not holder.state.is_ended:
+    for _ in range(3):
         assert table(core, holder)[: len(own)] == own
         step(core)
     finish(core)
@@ -700,13 +704,13 @@ def test_a_request_that_resumes_takes_its_own_published_blocks_again() -> None:
 
 @fact("preemption-admits-nobody")
 def test_a_step_that_preempts_admits_nobody_though_there_is_room() -> None:
-    core, _ = preempting()
-    small = core.submit([7], max_tokens=1)
-    step(core)
-    assert events_of(core, ev.RequestPreempted)
-    # The victim's three blocks went to the two that grow; one is left, and the small one would fit.
-    assert core.manager.pool.num_free >= 1
-    assert small.state is RequestState.WAITING
+    core = small_core(num_blocks=9, long_prefill_token_threshold=4)
+    for place in range(3):
+        core.submit(numbers(10 + 100 * place, 9), max_tokens=12)
+    steps_until(core, lambda: bool(events_of(core, ev.RequestPreempted)))
+    # The victim's three blocks went to the two that grow. One is left, enough for its first chunk: it stands first.
+    assert [request.request_id for request in core.scheduler.waiting] == ["r2"]
+    assert core.manager.has_room(core.requests["r2"], 4)
     finish(core)
     preempted = {e.step for e in events_of(core, ev.RequestPreempted)}
     assert preempted.isdisjoint(e.step for e in events_of(core, ev.RequestAdmitted))
@@ -811,7 +815,7 @@ def in_lock_step(publication: str, **settings: Any) -> Any:
     )
     for _ in range(2):
         core.submit(numbers(0, 800), max_tokens=1)
-    core.run()
+    core.run(MOST_STEPS)
     check(core)
     return core
 

@@ -7,12 +7,27 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minivllm.block_hash import ROOT_HASH, ExtraKeys, HashChain, block_extra_keys, hash_block, make_extra_keys
+from minivllm.block_hash import (
+    BLOCK_HASHERS,
+    ROOT_HASH,
+    BlockHasher,
+    ExtraKeys,
+    HashChain,
+    MultimodalItem,
+    block_extra_keys,
+    hash_block,
+    make_extra_keys,
+)
 from minivllm.block_pool import Block, FreeBlockQueue
 from minivllm.output import TextStream
 from tests.property.steady import STEADY
 
 # -- FreeBlockQueue against a list -------------------------------------------------------------------------
+
+
+def some_of(data: st.DataObject, blocks: list[Block]) -> list[Block]:
+    """Draw some of the blocks, in any order."""
+    return data.draw(st.lists(st.sampled_from(blocks), unique=True)) if blocks else []
 
 
 @settings(STEADY, max_examples=150)
@@ -21,27 +36,36 @@ def test_the_free_queue_behaves_like_a_list(size: int, data: st.DataObject) -> N
     blocks = [Block(number) for number in range(size)]
     queue, model, outside = FreeBlockQueue(blocks), list(blocks), list[Block]()
     for _ in range(data.draw(st.integers(0, 25), "moves")):
-        moves = ["pop", "remove"] * bool(model) + ["append"] * bool(outside) + ["prepend"]
+        moves = ["pop", "remove"] * bool(model) + ["append"] * bool(outside)
+        moves += ["prepend_all", "append_all", "popleft_many", "remove_all"]
         move = data.draw(st.sampled_from(moves))
         if move == "pop":
             block = queue.popleft()
             assert block is model.pop(0)
             outside.append(block)
+        elif move == "popleft_many":
+            count = data.draw(st.integers(0, len(model)))
+            assert queue.popleft_many(count) == model[:count]
+            outside, model = [*outside, *model[:count]], model[count:]
         elif move == "remove":
             block = data.draw(st.sampled_from(model))
             queue.remove(block)
             model.remove(block)
             outside.append(block)
+        elif move == "remove_all":
+            chosen = some_of(data, model)
+            queue.remove_all(chosen)
+            outside, model = [*outside, *chosen], [block for block in model if block not in chosen]
         elif move == "append":
             block = data.draw(st.sampled_from(outside))
             queue.append(block)
             outside.remove(block)
             model.append(block)
         else:
-            chosen = data.draw(st.lists(st.sampled_from(outside), unique=True)) if outside else []
-            queue.prepend_all(chosen)
+            chosen = some_of(data, outside)
+            getattr(queue, move)(chosen)
             outside = [block for block in outside if block not in chosen]
-            model = [*chosen, *model]
+            model = [*chosen, *model] if move == "prepend_all" else [*model, *chosen]
         assert list(queue) == model
         assert len(queue) == queue.num_free == len(model)
         assert all((block in queue) == (block in model) for block in blocks)
@@ -52,37 +76,49 @@ def test_the_free_queue_behaves_like_a_list(size: int, data: st.DataObject) -> N
 
 few_tokens = st.lists(st.integers(0, 2), max_size=14)
 names = st.one_of(st.none(), st.text("ab", max_size=2))
-extra_keys = st.builds(lambda adapter, salt: make_extra_keys(adapter=adapter, cache_salt=salt), names, names)
+images = st.lists(st.builds(MultimodalItem, st.sampled_from("ab"), st.integers(0, 13), st.integers(1, 6)), max_size=2)
+extra_keys = st.builds(
+    lambda adapter, items, salt: make_extra_keys(adapter=adapter, multimodal=items, cache_salt=salt),
+    names,
+    images,
+    names,
+)
+hashers = st.sampled_from(list(BLOCK_HASHERS.values()))
 
 
-def from_scratch(block_size: int, tokens: list[int], keys: ExtraKeys) -> list[bytes]:
+def from_scratch(block_size: int, tokens: list[int], keys: ExtraKeys, hasher: BlockHasher) -> list[bytes]:
     """Hash every block anew from the root, the obvious way."""
     out = []
     for end in range(block_size, len(tokens) + 1, block_size):
-        parent = ROOT_HASH
+        parent = hasher.root
         for index in range(end // block_size):
             block = tokens[index * block_size : (index + 1) * block_size]
-            parent = hash_block(parent, block, block_extra_keys(keys, index))
+            parent = hasher.hash_block(parent, block, block_extra_keys(keys, index, block_size))
         out.append(parent)
     return out
 
 
 @settings(STEADY, max_examples=150)
-@given(st.integers(1, 5), few_tokens, extra_keys, st.lists(st.integers(0, 14), max_size=6))
+@given(st.integers(1, 5), few_tokens, extra_keys, st.lists(st.integers(0, 14), max_size=6), hashers)
 def test_a_chain_that_grows_bit_by_bit_is_the_one_hashed_from_scratch(
-    block_size: int, tokens: list[int], keys: ExtraKeys, stops: list[int]
+    block_size: int, tokens: list[int], keys: ExtraKeys, stops: list[int], hasher: BlockHasher
 ) -> None:
-    chain = HashChain(block_size, keys)
+    chain = HashChain(block_size, keys, hasher)
     for stop in sorted(min(stop, len(tokens)) for stop in stops):
         chain.extend_to(tokens[:stop])
-        assert chain.hashes == from_scratch(block_size, tokens[:stop], keys)
+        assert chain.hashes == from_scratch(block_size, tokens[:stop], keys, hasher)
     chain.extend_to(tokens)
-    assert chain.hashes == from_scratch(block_size, tokens, keys)
+    assert chain.hashes == from_scratch(block_size, tokens, keys, hasher)
     count = len(chain.hashes)
-    assert [chain.parent_of(index) for index in range(count)] == [ROOT_HASH, *chain.hashes][:count]
+    assert [chain.parent_of(index) for index in range(count)] == [hasher.root, *chain.hashes][:count]
 
 
-@settings(STEADY, max_examples=200)
+def named(keys: ExtraKeys, end: int) -> list[object]:
+    """Return what the extra keys say about the first ``end`` tokens: items that begin behind them say nothing."""
+    return [key for key in keys if len(key) == 2 or key[2] < end]
+
+
+@settings(STEADY, max_examples=300)
 @given(st.integers(1, 4), few_tokens, few_tokens, extra_keys, extra_keys)
 def test_two_chains_agree_exactly_as_far_as_their_tokens_and_extra_keys_do(
     block_size: int, left: list[int], right: list[int], left_keys: ExtraKeys, right_keys: ExtraKeys
@@ -92,7 +128,8 @@ def test_two_chains_agree_exactly_as_far_as_their_tokens_and_extra_keys_do(
         chain.extend_to(tokens)
     for index, (one, other) in enumerate(zip(chains[0].hashes, chains[1].hashes, strict=False)):
         end = (index + 1) * block_size
-        assert (one == other) == (left_keys == right_keys and left[:end] == right[:end])
+        alike = left[:end] == right[:end] and named(left_keys, end) == named(right_keys, end)
+        assert (one == other) == alike
 
 
 near_tokens = st.lists(st.sampled_from([0, 1, 255, 256, 65_535, 65_536, 2**32, 2**64 - 1]), max_size=4)

@@ -18,5 +18,5 @@ def test_a_step_costs_its_fixed_part_its_prefilled_tokens_and_its_rows() -> None
 
 @pytest.mark.parametrize("wrong", [-1.0, math.inf, math.nan, "1", None, True])
 def test_a_cost_that_is_no_number_of_milliseconds_is_refused(wrong: Any) -> None:
-    with pytest.raises(ConfigError, match="prefill_ms is .*; it must be a number of milliseconds"):
+    with pytest.raises(ConfigError, match=r"prefill_ms is .*; it must be a number of milliseconds"):
         CostModel(prefill_ms=wrong)
