@@ -713,8 +713,8 @@ class EngineCore:
 
     def state(self) -> State:
         """Return the engine's own state, from its own objects: what replaying the log must give."""
-        return state_of(self)
+        return state_of(self.requests, self.manager, self.scheduler, self.coordinator)
 
     def check_invariants(self) -> None:
         """Raise InvariantError if any of the books is wrong. Between steps only."""
-        check_books(self)
+        check_books(self.requests, self.manager, self.scheduler, self.coordinator, self.config.max_num_seqs)
