@@ -126,7 +126,7 @@ def live_some(seed: int, numbers: range) -> Tally:
 
 
 def soak(
-    num_actions: int, seed: int, jobs: int, say: Callable[[str], None], *, every_s: float = 10.0
+    num_actions: int, seed: int, jobs: int, say: Callable[[str], None], *, every_s: float = 5.0
 ) -> tuple[Tally, bool]:
     """Live lives until ``num_actions`` actions are done. Returns what was done, and whether it was not interrupted.
 

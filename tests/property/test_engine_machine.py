@@ -32,7 +32,7 @@ from tests.property.steady import STEADY
 NUM_ACTIONS = 10_000
 """At least as many are done over all combinations."""
 
-LIVES, ACTIONS_OF_A_LIFE = 16, 40
+LIVES, ACTIONS_OF_A_LIFE = 13, 40
 
 
 def chooser(data: st.DataObject) -> Choose:
