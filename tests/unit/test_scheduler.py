@@ -364,3 +364,15 @@ def test_the_event_of_a_step_says_who_waits_and_who_is_held() -> None:
     step(core)
     event = events_of(core, ev.StepScheduled)[0]
     assert (event.rows, event.num_waiting, event.num_held) == ((("r0", 0, 9, "prefill"),), 1, 1)
+
+
+def test_the_tokens_of_a_row_that_is_taken_back_are_there_for_the_rows_behind_it() -> None:
+    core = small_core(num_blocks=4, scheduling="priority", max_num_batched_tokens=8, long_prefill_token_threshold=4)
+    core.submit(list(range(6)), request_id="low", priority=5, max_tokens=6)
+    step(core, 2)
+    for name, first in (("p", 100), ("q", 200)):
+        core.submit(list(range(first, first + 12)), request_id=name, max_tokens=1)
+    step(core, 2)
+    # "low" was planned first, with one token; then "p" needed its blocks. Its token goes to "q".
+    assert rows_of_steps(core)[2:] == [[("low", 1), ("p", 4), ("q", 3)], [("p", 4), ("q", 4)]]
+    run(core)
