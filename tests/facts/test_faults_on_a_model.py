@@ -200,6 +200,10 @@ def test_two_adapters_have_other_k_v_for_the_same_tokens_and_share_no_block(tiny
             answers[adapter] = served(core, PROMPT, adapter=adapter)
     assert len({tuple(answer) for answer in answers.values()}) == 3
     with real(tiny, adapters) as core:
+        together = {adapter: core.submit(PROMPT, max_tokens=4, ignore_eos=True, adapter=adapter) for adapter in answers}
+        finish(core)
+        assert {adapter: request.output_token_ids for adapter, request in together.items()} == answers
+    with real(tiny, adapters) as core:
         order = [None, "one", "two", "one", "two", None]
         assert [served(core, PROMPT, adapter=adapter) for adapter in order] == [answers[adapter] for adapter in order]
         assert [r.num_recovered_tokens for r in core.requests.values()] == [0, 0, 0, 8, 8, 8]
@@ -218,7 +222,7 @@ def test_the_pools_bytes_are_known_and_stay_the_same_and_nothing_piles_up_beside
         active = []
         for turn in range(4):
             for place in range(3):
-                core.submit([*PROMPT, turn, place], max_tokens=6, n=1 + place % 2, temperature=1.0, ignore_eos=True)
+                core.submit([*PROMPT[:9], turn, place], max_tokens=6, n=1 + place % 2, temperature=1.0, ignore_eos=True)
             core.run(MOST_STEPS)
             assert runner.pool_bytes == size
             active.append(mx.get_active_memory())

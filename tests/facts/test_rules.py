@@ -50,6 +50,7 @@ from tests.facts.engines import (
     table,
     writes_private_blocks_only,
 )
+from tests.unit.small import rows_of_steps
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -680,6 +681,21 @@ def test_the_request_admitted_last_gives_up_all_of_its_blocks() -> None:
     ]
     assert table(core, requests[2]) == []
     assert [e.request_id for e in events_of(core, ev.RequestPreempted)] == ["r2"]
+
+
+@fact("preemption-newest")
+def test_a_row_of_the_step_that_is_taken_back_leaves_its_tokens_to_the_rows_that_stay() -> None:
+    core = incremental(num_blocks=6, max_num_batched_tokens=7, long_prefill_token_threshold=3)
+    for place in range(2):
+        core.submit(numbers(10 + 100 * place, 24), max_tokens=1)
+    core.submit([7], n=2, max_tokens=9)
+    step(core, 3)
+    # Both samples decode, and the first prefill takes the newer one's block: the second prefill gets its token, too.
+    assert rows_of_steps(core)[1:] == [
+        [("r2", 1), ("r2.1", 1), ("r0", 3), ("r1", 2)],
+        [("r2", 1), ("r0", 3), ("r1", 3)],
+    ]
+    finish(core)
 
 
 @fact("preemption-front")
