@@ -142,7 +142,7 @@ lock_is_alive() { # whether the process that wrote the lock is still a set-up of
         [ -n "$owner" ] || return 1
     fi
     case "$(ps -ww -p "$owner" -o command= 2>/dev/null)" in
-        *start-lab* | *tests/run* | *setup.sh*) return 0 ;;
+        *start-lab* | *tests/run* | *tests/soak* | *tests/mutate* | *setup.sh*) return 0 ;;
         *) return 1 ;;
     esac
 }

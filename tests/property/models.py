@@ -365,10 +365,15 @@ class SlowCache:
             self.running.append(sample)
 
     def _await(self, name: str, leader_id: str, end: int) -> None:
-        """One waits for a block that it can use, and that a running one has in its prompt and has not computed yet."""
+        """One waits for a block that it can use, and that a running one has in its prompt and has not published yet.
+
+        Whoever begins to wait finds all that is computed published; one that goes on to a later block, because another
+        has published the one before, may be told so between the computation of that block and its publication.
+        """
         asked, leader = self.asked[name], self.asked[leader_id]
         is_coming = self.content(asked, end) == self.content(leader, end)
-        is_coming = is_coming and leader.num_computed < end <= leader.num_prompt
+        is_coming = is_coming and end <= leader.num_prompt
+        is_coming = is_coming and (name in self.awaiting or leader.num_computed < end)
         if leader_id not in self.running or not (is_coming or self.is_weak):  # a weak hash stands for others, too
             raise Mismatch("awaited", f"{name} waits for its block that ends at {end}, and {leader_id} is not on it")
         if end >= len(asked.tokens) or name in self.running:
