@@ -32,6 +32,7 @@ from minivllm.errors import (
     RowError,
     UnknownRequestError,
     describe,
+    stopped_by,
 )
 from minivllm.flights import Coordinator, LetGo, Outlook, Role
 from minivllm.kv_cache_manager import ComputedBlocks, KVCacheManager
@@ -222,9 +223,7 @@ class EngineCore:
 
     def _check_open(self) -> None:
         if self.error is not None:
-            raise EngineDeadError(
-                f"the engine stopped on an error ({describe(self.error)}); make a new engine to go on"
-            ) from self.error
+            raise stopped_by(self.error)
         if self._closed:
             raise EngineClosedError("the engine is closed; make a new one to go on")
 
@@ -574,7 +573,8 @@ class EngineCore:
             heir, *rest = groups.pop(name)
             if not had_arrived:
                 self._inherit_trigger(request, heir)
-                self._late_samples.update({heir.request_id: rest} if rest else {})
+                if rest:
+                    groups[heir.request_id] = rest
                 return
             self.log.append(ev.SampleLeads(name, heir.request_id))
             self.scheduler.release([heir.request_id])

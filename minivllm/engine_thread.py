@@ -38,7 +38,7 @@ from minivllm.errors import (
     InvalidRequestError,
     MiniVLLMError,
     RequestFailedError,
-    describe,
+    stopped_by,
 )
 from minivllm.events import EventLog
 from minivllm.metrics import Metrics
@@ -228,9 +228,7 @@ class _Call:
 
     def refuse(self, error: BaseException) -> None:
         if not isinstance(error, (EngineDeadError, EngineClosedError)):
-            dead = EngineDeadError(f"the engine stopped on an error ({describe(error)}); make a new engine to go on")
-            dead.__cause__ = error
-            error = dead
+            error = stopped_by(error)
         self.future.set_exception(error)
 
 

@@ -62,6 +62,13 @@ class EngineClosedError(MiniVLLMError, RuntimeError):
     """The engine was closed; make a new one to go on."""
 
 
+def stopped_by(error: BaseException) -> EngineDeadError:
+    """Return what whoever asks an engine hears that has stopped on ``error``, which is its cause."""
+    dead = EngineDeadError(f"the engine stopped on an error ({describe(error)}); make a new engine to go on")
+    dead.__cause__ = error
+    return dead
+
+
 def describe(error: BaseException) -> str:
     """Return the error in words: its kind and its message."""
     text = str(error)

@@ -122,13 +122,10 @@ class KVCacheManager:
         """Look the request's tokens up, from the start to the first miss.
 
         At most ``num_tokens - 1`` tokens are found: the last one must be computed, because its logits give the
-        next token. So a prompt of whole blocks that are all published computes its last block again. Changes no
-        count, no order and no statistics.
+        next token. So a prompt of whole blocks that are all published computes its last block again. Without prefix
+        caching nothing is hashed, so nothing is found. Changes no count, no order and no statistics.
         """
-        if not self.enable_prefix_caching:
-            return NOTHING_COMPUTED
-        table = self._table(request)
-        return self._look_up(request, table, 0)
+        return self._look_up(request, self._table(request), 0)
 
     def get_adoptable_blocks(self, request: Request) -> ComputedBlocks:
         """Look up what others have published since, for a running request in mid-prefill. Changes nothing.
@@ -136,7 +133,7 @@ class KVCacheManager:
         Only at a block boundary: a block that the request has begun itself stays its own.
         """
         table = self._tables.get(request.request_id)
-        if not self.enable_prefix_caching or table is None or request.num_computed_tokens % self.block_size:
+        if table is None or request.num_computed_tokens % self.block_size:
             return NOTHING_COMPUTED
         return self._look_up(request, table, request.num_computed_tokens // self.block_size)
 
@@ -176,7 +173,7 @@ class KVCacheManager:
 
     def chain_hashes(self, request: Request) -> Sequence[BlockHash]:
         """Return the hashes of the request's full blocks. Empty without prefix caching. Not to be changed."""
-        return self._table(request).chain.hashes if self.enable_prefix_caching else ()
+        return self._table(request).chain.hashes
 
     def has_room(
         self,

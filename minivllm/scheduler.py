@@ -97,23 +97,6 @@ class Watcher(Protocol):
         ...
 
 
-class NobodyWatches:
-    """Everybody may be admitted, and nobody wants to know."""
-
-    def may_admit(self, request: Request, computed: ComputedBlocks) -> Verdict:
-        """Always."""
-        return Verdict.GO
-
-    def admitted(self, request: Request) -> None:
-        """Nothing to do."""
-
-    def preempted(self, request: Request) -> None:
-        """Nothing to do."""
-
-    def allocated(self, request: Request, num_tokens: int) -> None:
-        """Nothing to do."""
-
-
 # --- The scheduler ------------------------------------------------------------------------------------------
 
 
@@ -152,7 +135,7 @@ class Scheduler:
         admission: str = BY_CHUNK,
         num_reserved_blocks: int = 0,
         adoption: bool = False,
-        watcher: Watcher | None = None,
+        watcher: Watcher,
     ) -> None:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -167,7 +150,7 @@ class Scheduler:
         self._admission = admission
         self._num_reserved = num_reserved_blocks
         self._adoption = adoption
-        self._watcher = watcher or NobodyWatches()
+        self._watcher = watcher
 
     # -- Lists ---------------------------------------------------------------------------------------------
 
@@ -334,10 +317,8 @@ class Scheduler:
 
         Alone it always may if the chunk fits: nobody could ever make more room for it.
         """
-        if not self._manager.has_room(request, count, computed):
-            return False
         if not self.running:
-            return True
+            return self._manager.has_room(request, count, computed)
         spare = self._num_reserved
         if self._admission == WHOLE_PROMPT:
             count = request.num_tokens - computed.num_tokens

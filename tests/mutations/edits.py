@@ -539,15 +539,6 @@ EDITS: tuple[Edit, ...] = (
     ),
     Edit(
         "kv_cache_manager",
-        "caching-though-it-is-off",
-        "        if not self.enable_prefix_caching:\n"
-        "            return NOTHING_COMPUTED\n"
-        "        table = self._table(request)",
-        "        table = self._table(request)",
-        equivalent_because="without caching no chain is hashed, so that the look-up has nothing to ask for",
-    ),
-    Edit(
-        "kv_cache_manager",
         "refused-without-numbers",
         'f"request {request.request_id!r} asks for {needed} blocks and {self.pool.num_free} of "',
         'f"request {request.request_id!r} finds no room in "',
