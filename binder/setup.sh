@@ -239,7 +239,7 @@ apt_install() {
 }
 
 blas_note() { # print nothing when MLX will be fast here, else one sentence that says why not and what to run
-    (cd "$ROOT" && "$VENV_PYTHON" -c 'from minivllm.cpu_blas import make_fast; print(make_fast().note)')
+    (cd "$ROOT" && "$VENV_PYTHON" -c 'from minivllm.models.cpu_blas import make_fast; print(make_fast().note)')
 }
 
 # prepare_blas: make MLX fast on this machine, or say what to run. Never fails: the engine works without, slowly.

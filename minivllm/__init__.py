@@ -10,12 +10,11 @@
 Importing this package does not import MLX: a real model is loaded when an `Engine` asks for one.
 """
 
-from minivllm.block_hash import MultimodalItem
 from minivllm.config import EngineConfig
 from minivllm.cost import CostModel
-from minivllm.door import Submission
-from minivllm.engine import EngineCore
-from minivllm.engine_thread import Engine, Handle, RequestResult, Token
+from minivllm.engine.core import EngineCore
+from minivllm.engine.engine import Engine, Handle, RequestResult, Token
+from minivllm.engine.input_processor import Submission
 from minivllm.errors import (
     ConfigError,
     EngineClosedError,
@@ -27,10 +26,10 @@ from minivllm.errors import (
     UnknownNameError,
     UnknownRequestError,
 )
-from minivllm.kv_contents import kv_contents
-from minivllm.metrics import Metrics
-from minivllm.replay import replay
-from minivllm.request import Sampling
+from minivllm.log.kv_contents import kv_contents
+from minivllm.log.metrics import Metrics
+from minivllm.log.replay import replay
+from minivllm.request import MultimodalItem, Sampling
 from minivllm.runners.virtual import VirtualRunner
 
 __all__ = [

@@ -10,16 +10,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from minivllm.block_hash import BLOCK_HASHERS, BlockHasher
-from minivllm.coordination import COORDINATORS
+from minivllm.cache.block_hash import BLOCK_HASHERS, BlockHasher
+from minivllm.cache.eviction.names import EVICTION_POLICIES
+from minivllm.cache.eviction.policy import EvictionPolicy
+from minivllm.cache.prefix_index.index import PrefixIndex
+from minivllm.cache.prefix_index.names import PREFIX_INDEXES
+from minivllm.cache.publication import PUBLICATION_POLICIES, PublicationPolicy, is_safe
+from minivllm.coordination.coordinator import Coordinator
+from minivllm.coordination.names import COORDINATORS
+from minivllm.coordination.release import RELEASE_POLICIES, ReleasePolicy
+from minivllm.coordination.wait_or_recompute import WaitOrRecompute
 from minivllm.cost import CostModel
 from minivllm.errors import ConfigError, UnknownNameError, nearest
-from minivllm.eviction import EVICTION_POLICIES, EvictionPolicy
-from minivllm.flights import RELEASE_POLICIES, Coordinator, ReleasePolicy
-from minivllm.prefix_index import PREFIX_INDEXES, PrefixIndex
-from minivllm.publication import PUBLICATION_POLICIES, PublicationPolicy, is_safe
-from minivllm.scheduler import ADMISSIONS, BY_CHUNK, SCHEDULING_POLICIES, SchedulingPolicy
-from minivllm.wait_or_recompute import WaitOrRecompute
+from minivllm.scheduling.policies import ADMISSIONS, BY_CHUNK, SCHEDULING_POLICIES, SchedulingPolicy
 
 _P = TypeVar("_P")
 

@@ -9,10 +9,9 @@ import dataclasses
 import enum
 import math
 import numbers
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from minivllm.block_hash import ADAPTER, ExtraKeys
 from minivllm.errors import InvalidRequestError, InvariantError
 
 
@@ -118,6 +117,60 @@ class Sampling:
         """Return the sampling of sample ``number`` alone: what a lone request would need to draw the same."""
         seed = None if self.seed is None else self.seed + number
         return dataclasses.replace(self, n=1, seed=seed)
+
+
+# -- What else the K/V depends on ----------------------------------------------------------------------------
+
+ExtraKey = tuple[str, str] | tuple[str, str, int, int]
+"""(kind, value), or ("multimodal", content hash, first token, number of tokens)."""
+
+ExtraKeys = tuple[ExtraKey, ...]
+"""The extra keys of a whole request, in the order adapter, multimodal (by place), salt."""
+
+ADAPTER = "adapter"
+MULTIMODAL = "multimodal"
+CACHE_SALT = "cache_salt"
+
+
+@dataclass(frozen=True, slots=True)
+class MultimodalItem:
+    """An image or the like, of which a prompt holds only placeholder tokens.
+
+    ``content_hash`` names its content. It stands for ``num_tokens`` tokens from token ``offset`` of the prompt on.
+    Raises InvalidRequestError for values that describe no item.
+    """
+
+    content_hash: str
+    offset: int
+    num_tokens: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.content_hash, str) or not self.content_hash:
+            raise InvalidRequestError(
+                f"content_hash is {self.content_hash!r}; it must be a string of one character or more"
+            )
+        for name, value, least in (("offset", self.offset, 0), ("num_tokens", self.num_tokens, 1)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise InvalidRequestError(
+                    f"{name} of a multimodal item is {value!r}; it must be a whole number of {least} or more"
+                )
+
+
+def make_extra_keys(
+    *, adapter: str | None = None, multimodal: Sequence[MultimodalItem] = (), cache_salt: str | None = None
+) -> ExtraKeys:
+    """Return the tagged extra keys of a request, always in the same order. An empty salt is no salt.
+
+    The tag keeps an adapter named ``foo`` apart from a salt ``foo``.
+    """
+    keys: list[ExtraKey] = []
+    if adapter:
+        keys.append((ADAPTER, adapter))
+    for item in sorted(multimodal, key=lambda item: (item.offset, item.num_tokens, item.content_hash)):
+        keys.append((MULTIMODAL, item.content_hash, item.offset, item.num_tokens))
+    if cache_salt:
+        keys.append((CACHE_SALT, cache_salt))
+    return tuple(keys)
 
 
 def _is_int(value: object) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from minivllm.cpu_blas import make_fast
+from minivllm.models.cpu_blas import make_fast
 
 ISOLATED = ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR")
 """Each gets a fresh empty folder. Kernels and servers that a test starts inherit them."""

@@ -10,17 +10,15 @@ still pictures that show without a kernel, and the ``…_text`` functions say th
 from widgets.console import RaceConsole
 from widgets.lab import LabView
 from widgets.pictures import (
-    Picture,
-    compare_timelines,
     picture_block_states,
     picture_chain,
     picture_pool,
     picture_states,
     picture_tables,
-    picture_timeline,
     tables_text,
-    timeline_text,
 )
+from widgets.svg import Picture
+from widgets.timelines import compare_timelines, picture_timeline, timeline_text
 
 __all__ = [
     "LabView",

@@ -16,16 +16,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from minivllm.bench.workloads import Race, race_submissions
+from minivllm.cache.publication import AT_ALLOCATION
 from minivllm.config import EngineConfig, policy_name
-from minivllm.engine import EngineCore
-from minivllm.engine_thread import Engine, Handle
+from minivllm.engine.core import EngineCore
+from minivllm.engine.engine import Engine, Handle
 from minivllm.errors import ConfigError, MiniVLLMError, UnknownNameError, nearest
-from minivllm.events import RequestArrived, RequestDeferred
-from minivllm.publication import AT_ALLOCATION
+from minivllm.log.events import RequestArrived, RequestDeferred
 from minivllm.request import RequestState
 from minivllm.runners.virtual import VirtualRunner
 from minivllm.step import ScheduledStep
-from minivllm.workloads import Race, race_submissions
 from widgets.lab import PANELS, LogWidget, source_of, views_of_cells
 
 MAX_REQUESTS = 16

@@ -15,11 +15,15 @@ from typing import Any, Literal
 import anywidget
 import traitlets
 
+from minivllm.engine.notebook_cells import MadeByCell
 from minivllm.errors import ConfigError, UnknownNameError, nearest
-from minivllm.events import EngineStarted, Event, EventLog, RequestArrived
-from minivllm.notebook_cells import MadeByCell
-from widgets.pictures import Picture, picture_chain, picture_pool, picture_tables, picture_timeline
+from minivllm.log.event import Event
+from minivllm.log.event_log import EventLog
+from minivllm.log.events import EngineStarted, RequestArrived
+from widgets.pictures import picture_chain, picture_pool, picture_tables
 from widgets.publisher import Publisher, Source
+from widgets.svg import Picture
+from widgets.timelines import picture_timeline
 
 STATIC = Path(__file__).parent / "static"
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from minivllm import events as ev
-from minivllm.block_hash import ExtraKeys
-from minivllm.block_pool import BlockState
 from minivllm.errors import ConfigError
-from minivllm.replay import State, fold
+from minivllm.log import events as ev
+from minivllm.log.replay import fold
+from minivllm.log.state import State
+from minivllm.log.states import BlockState
+from minivllm.request import ExtraKeys
 from widgets.svg import BLUE, GROUND, LINE, MUTED, RED, TEXT, rect, text
 from widgets.uncomputed import Uncomputed
 from widgets.words import new_keys_words

@@ -9,8 +9,8 @@ import math
 import re
 from collections.abc import Iterable
 
-from minivllm import events as ev
-from minivllm.block_pool import BLOCK_TRANSITIONS, BlockState
+from minivllm.log import events as ev
+from minivllm.log.states import BLOCK_TRANSITIONS, BlockState
 from minivllm.request import TRANSITIONS, RequestState
 from widgets.graph import dot_svg
 from widgets.moment import (

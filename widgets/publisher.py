@@ -15,8 +15,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from minivllm.events import BlocksEvicted, BlocksPublished, CacheReset, EngineStarted, EventLog, PoliciesChanged
-from minivllm.replay import State, fold
+from minivllm.log.event_log import EventLog
+from minivllm.log.events import BlocksEvicted, BlocksPublished, CacheReset, EngineStarted, PoliciesChanged
+from minivllm.log.replay import fold
+from minivllm.log.state import State
 from widgets.uncomputed import Uncomputed
 
 MAX_HZ = 20.0

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
-from minivllm import events as ev
 from minivllm.errors import ConfigError
+from minivllm.log import events as ev
 from widgets.lanes import Arrow, Axis, Lane, Lanes, Phase, Place, Span, lanes_of
 from widgets.svg import (
     GREEN,

@@ -6,8 +6,8 @@ Knows events and the state after them. Must not know how such a block is shown. 
 
 from __future__ import annotations
 
-from minivllm import events as ev
-from minivllm.replay import State
+from minivllm.log import events as ev
+from minivllm.log.state import State
 
 
 class Uncomputed(dict[int, tuple[str, int]]):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from minivllm.block_hash import ExtraKey, ExtraKeys
+from minivllm.request import ExtraKey, ExtraKeys
 
 
 def keys_words(extra_keys: ExtraKeys) -> str:

@@ -19,16 +19,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from minivllm.clock import Clock, WallClock
-from minivllm.cpu_blas import make_fast
+from minivllm.models.cpu_blas import make_fast
 
 make_fast()  # must come before the first import of MLX; the second call of a process changes nothing
 
 import mlx.core as mx  # noqa: E402
 import numpy as np  # noqa: E402
 
-from minivllm.adapters import Adapters  # noqa: E402
 from minivllm.errors import ConfigError, InvariantError, RowError  # noqa: E402
-from minivllm.models import LoadedModel, load_model  # noqa: E402
+from minivllm.models.adapters import Adapters  # noqa: E402
+from minivllm.models.load import LoadedModel, load_model  # noqa: E402
 from minivllm.request import Request  # noqa: E402
 from minivllm.runners.forward import Forward  # noqa: E402
 from minivllm.runners.memory import free_bytes, mib  # noqa: E402

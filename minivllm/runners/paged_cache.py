@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from minivllm.block_pool import SCRATCH_BLOCK_ID
+from minivllm.cache.block_pool import SCRATCH_BLOCK_ID
 from minivllm.errors import InvariantError, ModelError
 from minivllm.step import BlockCopy, ScheduledRow
 

@@ -12,11 +12,10 @@ import hashlib
 import struct
 from collections.abc import Callable, Iterable
 
-from minivllm.block_hash import CACHE_SALT
 from minivllm.clock import VirtualClock
 from minivllm.cost import CostModel
 from minivllm.errors import RowError
-from minivllm.request import Request
+from minivllm.request import CACHE_SALT, Request
 from minivllm.step import Detokenizer, Phase, ScheduledStep
 
 __all__ = ["CostModel", "VirtualRunner", "VirtualTokenizer"]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from minivllm.cpu_blas import make_fast
+from minivllm.models.cpu_blas import make_fast
 
 BLAS = make_fast()
 
@@ -24,7 +24,7 @@ import numpy as np  # noqa: E402
 from mlx_lm.models.cache import BatchKVCache  # noqa: E402
 
 from minivllm.errors import MiniVLLMError  # noqa: E402
-from minivllm.models import LoadedModel  # noqa: E402
+from minivllm.models.load import LoadedModel  # noqa: E402
 from minivllm.request import Request  # noqa: E402
 from minivllm.runners.mlx import MLXRunner  # noqa: E402
 from minivllm.runners.paged_cache import Call, LayerView  # noqa: E402
@@ -155,9 +155,7 @@ def measure(model: str, rows: int, context: int, steps: int, runs: int) -> int:
     shape = (rows, loaded.num_kv_heads, context, loaded.head_dim)
     for layer, cache in enumerate(batch.cache):
         # Random content: the time does not depend on it, and prefilling would take much longer than measuring.
-        keys, values = (
-            mx.random.normal(shape, loaded.dtype, key=mx.random.key(2 * layer + kind)) for kind in (0, 1)
-        )
+        keys, values = (mx.random.normal(shape, loaded.dtype, key=mx.random.key(2 * layer + kind)) for kind in (0, 1))
         for row in range(rows):
             paged.fill(row, layer, keys[row : row + 1], values[row : row + 1])
         mx.eval(cache.update_and_fetch(keys, values))

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from minivllm.cpu_blas import BlasReport
+from minivllm.models.cpu_blas import BlasReport
 
 
 def describe(blas: BlasReport) -> str:

@@ -15,14 +15,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from minivllm.cpu_blas import make_fast
+from minivllm.models.cpu_blas import make_fast
 
 BLAS = make_fast()
 
 import numpy as np  # noqa: E402
 
 from minivllm.config import EngineConfig  # noqa: E402
-from minivllm.engine import EngineCore  # noqa: E402
+from minivllm.engine.core import EngineCore  # noqa: E402
 from minivllm.errors import MiniVLLMError  # noqa: E402
 from minivllm.request import Sampling  # noqa: E402
 from minivllm.runners.mlx import MLXRunner  # noqa: E402

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from minivllm import EngineConfig, EngineCore, Submission, VirtualRunner
-from minivllm.block_hash import MultimodalItem
-from minivllm.block_pool import Block
-from minivllm.eviction import EvictionPolicy, Placement
-from minivllm.request import Sampling
+from minivllm.cache.block_pool import Block
+from minivllm.cache.eviction.policy import EvictionPolicy, Placement
+from minivllm.request import MultimodalItem, Sampling
 from minivllm.step import ScheduledStep
 
 

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from minivllm import EngineCore, replay
-from minivllm.events import EVENT_KINDS, BlocksEvicted, BlocksFreed, BlocksHit, BlocksPublished, HashCollision
-from minivllm.eviction import EvictionPolicy
+from minivllm import EngineCore
+from minivllm.cache.eviction.policy import EvictionPolicy
+from minivllm.log import replay
+from minivllm.log.event import EVENT_KINDS
+from minivllm.log.events import BlocksEvicted, BlocksFreed, BlocksHit, BlocksPublished, HashCollision
 from minivllm.step import ScheduledStep
 from tests.browser.engine_logs import CORES, Backwards, engine, placed_by, race, ran
 from widgets.lab import PANELS

@@ -107,7 +107,7 @@ def test_a_terminal_that_knows_only_ascii_gets_question_marks() -> None:
 
 @pytest.mark.parametrize("size", ["cut", "corrupt"])
 def test_a_damaged_model_file_is_named_with_what_to_run(tmp_path: Path, size: str) -> None:
-    from minivllm.model_cache import SMOLLM2
+    from minivllm.models.downloads import SMOLLM2
 
     path = tmp_path / "smollm2" / Path(SMOLLM2.member).name
     path.parent.mkdir()

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from minivllm.__main__ import build_parser
+from minivllm.cli.main import build_parser
 from tests.cli.command import ROOT, environment, minivllm, one_sentence
 
 
@@ -69,7 +69,7 @@ def test_each_flag_says_what_it_does_and_its_default(parser: argparse.ArgumentPa
 def test_the_examples_can_be_parsed(parser: argparse.ArgumentParser) -> None:
     import shlex
 
-    from minivllm.__main__ import parse
+    from minivllm.cli.main import parse
 
     lines = [line.strip() for line in (parser.epilog or "").splitlines() if line.startswith("  minivllm ")]
     assert lines
@@ -177,7 +177,7 @@ def test_wrong_use_gets_one_sentence_with_the_limit_or_the_nearest_name(
     words: list[str], sentence: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """In this process, as fifty of them take long to start; the next test does it as a user does."""
-    from minivllm.__main__ import main
+    from minivllm.cli.main import main
 
     if words[:1] == ["generate"] and "-" in words:
         done = minivllm(*words, stdin="")

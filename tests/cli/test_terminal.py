@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from minivllm.terminal import Channel, Notes, PipeClosed, ProgressLine, WholeFile, WriteError
+from minivllm.cli.terminal import Channel, Notes, PipeClosed, ProgressLine, WholeFile, WriteError
 
 
 class Terminal(io.StringIO):

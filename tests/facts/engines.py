@@ -11,13 +11,12 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from minivllm import events as ev
-from minivllm.block_hash import make_extra_keys
 from minivllm.config import EngineConfig
-from minivllm.engine import EngineCore
-from minivllm.kv_contents import kv_contents
-from minivllm.metrics import Metrics, RequestMetrics
-from minivllm.request import Request
+from minivllm.engine.core import EngineCore
+from minivllm.log import events as ev
+from minivllm.log.kv_contents import kv_contents
+from minivllm.log.metrics import Metrics, RequestMetrics
+from minivllm.request import Request, make_extra_keys
 from minivllm.step import ScheduledStep
 from tests.unit.small import check, events_of, small_core, step
 

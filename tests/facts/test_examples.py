@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from minivllm import events as ev
-from minivllm.block_hash import HashChain, make_extra_keys
+from minivllm.cache.block_hash import HashChain
 from minivllm.errors import OutOfBlocksError
-from minivllm.metrics import HitRate, Metrics
-from minivllm.request import Request, RequestState
+from minivllm.log import events as ev
+from minivllm.log.metrics import HitRate, Metrics
+from minivllm.request import Request, RequestState, make_extra_keys
 from tests.facts.engines import (
     SHARED,
     check,

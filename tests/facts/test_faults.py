@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 
 from minivllm import Submission
-from minivllm import events as ev
-from minivllm.block_hash import BLOCK_HASHERS, HashChain, MultimodalItem, WeakHash, make_extra_keys
-from minivllm.block_pool import BlockPool
-from minivllm.engine import EngineCore, Output
-from minivllm.engine_thread import Engine
+from minivllm.cache.block_hash import BLOCK_HASHERS, HashChain, WeakHash
+from minivllm.cache.block_pool import BlockPool
+from minivllm.cache.eviction.names import EVICTION_POLICIES
+from minivllm.engine.core import EngineCore, Output
+from minivllm.engine.engine import Engine
 from minivllm.errors import EngineDeadError, InvariantError, OutOfBlocksError, RowError
-from minivllm.eviction import EVICTION_POLICIES
-from minivllm.kv_contents import kv_contents
-from minivllm.metrics import Metrics
-from minivllm.request import Request, RequestState, Sampling
+from minivllm.log import events as ev
+from minivllm.log.kv_contents import kv_contents
+from minivllm.log.metrics import Metrics
+from minivllm.request import MultimodalItem, Request, RequestState, Sampling, make_extra_keys
 from minivllm.runners.virtual import VirtualRunner
 from minivllm.step import ScheduledStep
 from tests.facts.engines import (

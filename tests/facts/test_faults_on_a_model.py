@@ -14,12 +14,12 @@ from minivllm.runners.mlx import MLXRunner  # before mlx: it loads the fast BLAS
 import mlx.core as mx  # isort: skip
 import numpy as np
 
-from minivllm import events as ev
-from minivllm.adapters import Adapters, make_adapter
-from minivllm.block_pool import SCRATCH_BLOCK_ID
-from minivllm.engine import EngineCore
+from minivllm.cache.block_pool import SCRATCH_BLOCK_ID
+from minivllm.engine.core import EngineCore
 from minivllm.errors import ConfigError, RowError
-from minivllm.models import LoadedModel, load_model
+from minivllm.log import events as ev
+from minivllm.models.adapters import Adapters, make_adapter
+from minivllm.models.load import LoadedModel, load_model
 from minivllm.request import RequestState
 from minivllm.step import ScheduledStep
 from tests.facts.engines import MOST_STEPS, config, events_of, finish, numbers, step, table

@@ -11,21 +11,14 @@ from typing import Any
 
 import pytest
 
-from minivllm import events as ev
-from minivllm.block_hash import (
-    BLOCK_HASHERS,
-    ROOT_HASH,
-    HashChain,
-    MultimodalItem,
-    block_extra_keys,
-    hash_block,
-    make_extra_keys,
-)
+from minivllm.cache.block_hash import BLOCK_HASHERS, ROOT_HASH, HashChain, block_extra_keys, hash_block
+from minivllm.cache.prefix_index.index import PrefixIndex
+from minivllm.cache.prefix_index.names import PREFIX_INDEXES
 from minivllm.errors import OutOfBlocksError
-from minivllm.metrics import HitRate, Metrics
-from minivllm.prefix_index import PREFIX_INDEXES, PrefixIndex
-from minivllm.replay import replay
-from minivllm.request import Request, RequestState
+from minivllm.log import events as ev
+from minivllm.log.metrics import HitRate, Metrics
+from minivllm.log.replay import replay
+from minivllm.request import MultimodalItem, Request, RequestState, make_extra_keys
 from tests.facts.engines import (
     MOST_STEPS,
     alone,
@@ -110,7 +103,7 @@ LITERAL = {
 """The hash of the second block of [0, 1, 2, 3, 300, 2**40, 6, 7], adapter ``a``, an item, salt ``s``."""
 
 CHAIN = (
-    "from minivllm.block_hash import BLOCK_HASHERS, HashChain, MultimodalItem, make_extra_keys\n"
+    "from minivllm.cache.block_hash import BLOCK_HASHERS, HashChain, MultimodalItem, make_extra_keys\n"
     "keys = make_extra_keys(adapter='a', multimodal=[MultimodalItem('cat', 3, 2)], cache_salt='s')\n"
     "for name in ('sha256', 'xxh3-128'):\n"
     "    chain = HashChain(4, keys, BLOCK_HASHERS[name])\n"

@@ -55,7 +55,7 @@ def picture(svg: str, alt: str = 'alt="four requests"') -> Output:
 
 def sound() -> Notebook:
     return notebook(
-        markdown("# A lab\nWith a picture ![of a block](block.svg) and `minivllm/workloads.py`."),
+        markdown("# A lab\nWith a picture ![of a block](block.svg) and `minivllm/bench/workloads.py`."),
         code("import minivllm"),
         code("print(1)", stream("1\n")),
         code("show()", picture("<svg>block 0x1f</svg>")),

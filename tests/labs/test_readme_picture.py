@@ -10,10 +10,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from minivllm import EngineConfig, EngineCore, VirtualRunner
-from minivllm.events import EventLog
-from minivllm.workloads import Race, race_submissions
+from minivllm.bench.workloads import Race, race_submissions
+from minivllm.log.event_log import EventLog
 from widgets import compare_timelines
-from widgets.pictures import Picture
+from widgets.svg import Picture
 
 PICTURE = Path(__file__).resolve().parents[2] / "labs" / "images" / "race.svg"
 

@@ -14,11 +14,10 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models import llama, qwen2, qwen3
 from mlx_lm.models.cache import make_prompt_cache
 
-from minivllm.adapters import Adapters
-from minivllm.block_hash import make_extra_keys
 from minivllm.errors import RowError
-from minivllm.models import LoadedModel
-from minivllm.request import Request, Sampling
+from minivllm.models.adapters import Adapters
+from minivllm.models.load import LoadedModel
+from minivllm.request import Request, Sampling, make_extra_keys
 from minivllm.step import BlockCopy, Phase, ScheduledRow, ScheduledStep
 
 VOCAB = 97

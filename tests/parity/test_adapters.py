@@ -21,11 +21,12 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
 
-from minivllm import Engine, EngineConfig, EngineCore, Sampling, Submission, replay
-from minivllm import events as ev
-from minivllm.adapters import CONFIG, WEIGHTS, Adapters, make_adapter
+from minivllm import Engine, EngineConfig, EngineCore, Sampling, Submission
 from minivllm.errors import ConfigError, InvalidRequestError, InvariantError, ModelError
-from minivllm.models import LoadedModel, load_model
+from minivllm.log import events as ev
+from minivllm.log import replay
+from minivllm.models.adapters import CONFIG, WEIGHTS, Adapters, make_adapter
+from minivllm.models.load import LoadedModel, load_model
 from minivllm.request import Request
 from minivllm.runners.mlx import MLXRunner
 
@@ -124,7 +125,7 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None
 
 
 def test_importing_the_module_does_not_import_mlx() -> None:
-    code = "import sys, minivllm.adapters; sys.exit(any(name.split('.')[0] == 'mlx' for name in sys.modules))"
+    code = "import sys, minivllm.models.adapters; sys.exit(any(name.split('.')[0] == 'mlx' for name in sys.modules))"
     assert (
         subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}, check=False).returncode
         == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from minivllm.models import LoadedModel, load_model
+from minivllm.models.load import LoadedModel, load_model
 from tests.parity.hand import Hand, Reference
 
 pytestmark = pytest.mark.model

@@ -17,10 +17,11 @@ import mlx.core as mx  # isort: skip
 import numpy as np
 import pytest
 
-from minivllm import EngineConfig, EngineCore, Sampling, Submission, replay
-from minivllm.adapters import CONFIG, WEIGHTS, Adapters
+from minivllm import EngineConfig, EngineCore, Sampling, Submission
 from minivllm.errors import RowError
-from minivllm.models import LoadedModel, load_model
+from minivllm.log import replay
+from minivllm.models.adapters import CONFIG, WEIGHTS, Adapters
+from minivllm.models.load import LoadedModel, load_model
 from minivllm.request import Request, RequestState
 from minivllm.runners.mlx import MLXRunner
 from minivllm.runners.paged_cache import BlockPoolArrays

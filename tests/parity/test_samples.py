@@ -12,10 +12,11 @@ import mlx.core as mx  # isort: skip
 import numpy as np
 import pytest
 
-from minivllm import EngineConfig, EngineCore, Sampling, replay
-from minivllm import events as ev
+from minivllm import EngineConfig, EngineCore, Sampling
 from minivllm.errors import InvariantError
-from minivllm.models import LoadedModel, load_model
+from minivllm.log import events as ev
+from minivllm.log import replay
+from minivllm.models.load import LoadedModel, load_model
 from minivllm.request import Request, RequestState
 from minivllm.runners.mlx import MLXRunner
 from minivllm.runners.paged_cache import BlockPoolArrays

@@ -14,14 +14,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
-from minivllm.block_hash import MultimodalItem
-from minivllm.coordination import COORDINATORS
-from minivllm.door import Submission
-from minivllm.eviction import EVICTION_POLICIES
-from minivllm.flights import RELEASE_POLICIES
-from minivllm.publication import PUBLICATION_POLICIES
-from minivllm.request import Sampling
-from minivllm.scheduler import ADMISSIONS, SCHEDULING_POLICIES
+from minivllm.cache.eviction.names import EVICTION_POLICIES
+from minivllm.cache.publication import PUBLICATION_POLICIES
+from minivllm.coordination.names import COORDINATORS
+from minivllm.coordination.release import RELEASE_POLICIES
+from minivllm.engine.input_processor import Submission
+from minivllm.request import MultimodalItem, Sampling
+from minivllm.scheduling.policies import ADMISSIONS, SCHEDULING_POLICIES
 
 T = TypeVar("T")
 

@@ -12,9 +12,8 @@ import functools
 from collections import Counter
 from dataclasses import replace
 
-from minivllm import events as ev
 from minivllm.config import EngineConfig
-from minivllm.engine import EngineCore, Output
+from minivllm.engine.core import EngineCore, Output
 from minivllm.errors import (
     ConfigError,
     DuplicateRequestError,
@@ -23,8 +22,11 @@ from minivllm.errors import (
     RowError,
     UnknownRequestError,
 )
-from minivllm.metrics import Metrics
-from minivllm.replay import State, fold, replay
+from minivllm.log import events as ev
+from minivllm.log.event import event_from_dict
+from minivllm.log.metrics import Metrics
+from minivllm.log.replay import fold, replay
+from minivllm.log.state import State
 from minivllm.request import RequestState
 from minivllm.runners.virtual import VirtualRunner
 from minivllm.step import ScheduledStep
@@ -337,7 +339,7 @@ class Life:
                 expect("order", "who was admitted", event.request_id, self.folded.waiting[0])
             self.slow.take(event)
             recorded = event.as_dict()
-            again = ev.event_from_dict(recorded)
+            again = event_from_dict(recorded)
             if again.as_dict() != recorded:
                 raise Mismatch("recording", f"{event} comes back from its recording as {again}")
             fold(self.folded, again)

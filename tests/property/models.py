@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from minivllm import events as ev
-from minivllm.block_hash import ExtraKeys
 from minivllm.config import EngineConfig
-from minivllm.engine import EngineCore
+from minivllm.engine.core import EngineCore
 from minivllm.errors import RowError
+from minivllm.log import events as ev
+from minivllm.request import ExtraKeys
 from minivllm.runners.virtual import VirtualRunner
 from minivllm.step import Phase, ScheduledRow, ScheduledStep
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minivllm import EngineConfig, EngineCore
-from minivllm import events as ev
+from minivllm.log import events as ev
 from minivllm.request import RequestState
 from tests.property.models import SlotRunner
 from tests.property.steady import STEADY

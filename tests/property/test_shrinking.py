@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from minivllm import engine
-from minivllm.kv_cache_manager import KVCacheManager
+from minivllm.cache.kv_cache_manager import KVCacheManager
+from minivllm.engine import core as engine
 from minivllm.request import Request
-from minivllm.scheduler import Scheduler
+from minivllm.scheduling.scheduler import Scheduler
 from minivllm.step import ScheduledStep
 from tests.property.actions import Abort, Ask, Crash, Finish, Reset, Step, Submit
 from tests.property.cell import cell

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from minivllm import engine
+from minivllm.engine import core as engine
 from tests.property.soaking import NUM_COMBINATIONS, Tally, live_one, plan_of, report_failure
 from tests.property.test_shrinking import HeadFirst
 

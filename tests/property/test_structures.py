@@ -7,19 +7,10 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minivllm.block_hash import (
-    BLOCK_HASHERS,
-    ROOT_HASH,
-    BlockHasher,
-    ExtraKeys,
-    HashChain,
-    MultimodalItem,
-    block_extra_keys,
-    hash_block,
-    make_extra_keys,
-)
-from minivllm.block_pool import Block, FreeBlockQueue
-from minivllm.output import TextStream
+from minivllm.cache.block_hash import BLOCK_HASHERS, ROOT_HASH, BlockHasher, HashChain, block_extra_keys, hash_block
+from minivllm.cache.block_pool import Block, FreeBlockQueue
+from minivllm.engine.output import TextStream
+from minivllm.request import ExtraKeys, MultimodalItem, make_extra_keys
 from tests.property.steady import STEADY
 
 # -- FreeBlockQueue against a list -------------------------------------------------------------------------

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from minivllm import events as ev
 from minivllm.config import EngineConfig
-from minivllm.engine import EngineCore, Output
-from minivllm.replay import replay
+from minivllm.engine.core import EngineCore, Output
+from minivllm.log import events as ev
+from minivllm.log.replay import replay
 from minivllm.request import Request
 from minivllm.runners.virtual import VirtualRunner
 from minivllm.step import ScheduledStep

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from minivllm import events as ev
 from minivllm.config import EngineConfig
-from minivllm.engine import EngineCore
+from minivllm.engine.core import EngineCore
 from minivllm.errors import ConfigError, EngineDeadError, InvariantError, RowError, UnknownNameError
-from minivllm.kv_contents import KVContents, kv_contents
-from minivllm.models import load_model
+from minivllm.log import events as ev
+from minivllm.log.kv_contents import KVContents, kv_contents
+from minivllm.models.load import load_model
 from minivllm.request import Request
 from minivllm.runners.mlx import MLXRunner
 from minivllm.runners.virtual import VirtualRunner

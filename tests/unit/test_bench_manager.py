@@ -7,9 +7,8 @@ import random
 
 import pytest
 
-from minivllm import bench_manager
-from minivllm import events as ev
-from minivllm.bench_manager import (
+from minivllm.bench import manager as bench_manager
+from minivllm.bench.manager import (
     ManagerBench,
     Operation,
     OperationCost,
@@ -17,8 +16,10 @@ from minivllm.bench_manager import (
     measure_growth,
     run_bench_manager,
 )
+from minivllm.bench.reference_manager import ObviousManager
 from minivllm.errors import ConfigError, InvariantError
-from minivllm.obvious_manager import ObviousManager
+from minivllm.log import events as ev
+from minivllm.log.event_log import EventLog
 
 GROWTH_BLOCKS = 501 * 21
 
@@ -66,7 +67,7 @@ def test_a_look_up_that_finds_too_little_stops_the_benchmark() -> None:
 
 
 def test_the_events_that_are_made_again_are_those_of_the_run() -> None:
-    log, again = (ev.EventLog(lambda: 0.0) for _ in range(2))
+    log, again = (EventLog(lambda: 0.0) for _ in range(2))
     bench_manager._run_real(list(range(25)), 6, 4, log.append)
     times = bench_manager._time_events(log, again)
     with_events = {operation: events for operation, events in bench_manager._events_of_run(log).items() if events}
@@ -166,7 +167,7 @@ def test_every_operation_has_a_line_in_the_order_of_the_table() -> None:
 
 def test_a_hash_is_given_for_one_block_and_all_else_for_the_whole_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     readings = iter(range(0, 10**9, 6_000))  # the clock goes on by 6 µs from one reading to the next
-    monkeypatch.setattr("minivllm.bench_manager.time.perf_counter_ns", lambda: next(readings))
+    monkeypatch.setattr("minivllm.bench.manager.time.perf_counter_ns", lambda: next(readings))
     times, _ = logged_run(num_blocks=6)
     assert times.pop(Operation.HASH) == 1.0
     assert set(times.values()) == {6.0}

@@ -12,21 +12,19 @@ from collections.abc import Sequence
 
 import pytest
 
-from minivllm.block_hash import (
+from minivllm.cache.block_hash import (
     BLOCK_HASHERS,
     ROOT_HASH,
     SHA256,
     BlockHasher,
-    ExtraKeys,
     HashChain,
-    MultimodalItem,
     WeakHash,
     Xxh3,
     block_extra_keys,
     hash_block,
-    make_extra_keys,
 )
 from minivllm.errors import ConfigError, InvalidRequestError, InvariantError
+from minivllm.request import ExtraKeys, MultimodalItem, make_extra_keys
 
 BLOCK = [10, 11, 12, 13]
 NEXT = [14, 15, 16, 17]

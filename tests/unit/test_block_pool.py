@@ -6,17 +6,12 @@ from collections.abc import Iterable
 
 import pytest
 
-from minivllm.block_pool import (
-    BLOCK_TRANSITIONS,
-    SCRATCH_BLOCK_ID,
-    Block,
-    BlockAction,
-    BlockPool,
-    BlockState,
-    FreeBlockQueue,
-)
+from minivllm.cache.block_pool import SCRATCH_BLOCK_ID, Block, BlockPool, FreeBlockQueue
+from minivllm.cache.eviction.lru import LRU
+from minivllm.cache.eviction.mru import MRU
+from minivllm.cache.eviction.names import EVICTION_POLICIES
 from minivllm.errors import InvariantError, OutOfBlocksError
-from minivllm.eviction import EVICTION_POLICIES, LRU, MRU
+from minivllm.log.states import BLOCK_TRANSITIONS, BlockAction, BlockState
 
 
 def ids(blocks: Iterable[Block]) -> list[int]:

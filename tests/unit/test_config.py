@@ -8,17 +8,20 @@ from typing import Any
 
 import pytest
 
-from minivllm.block_hash import SHA256, WeakHash, Xxh3
+from minivllm.cache.block_hash import SHA256, WeakHash, Xxh3
+from minivllm.cache.eviction.lru import LRU
+from minivllm.cache.eviction.mru import MRU
+from minivllm.cache.prefix_index.hash_map import HashMapIndex
+from minivllm.cache.publication import AT_ALLOCATION, INCREMENTAL, ON_COMPLETION
 from minivllm.config import EngineConfig, policy_name
+from minivllm.coordination.coordinator import IndependentCoordinator
+from minivllm.coordination.release import ReleaseOnCompletion
+from minivllm.coordination.shared_prefix import SharedPrefixCoordinator
+from minivllm.coordination.single_flight import PrefixCacheFlightCoordinator
+from minivllm.coordination.wait_or_recompute import WaitOrRecompute
 from minivllm.cost import CostModel
 from minivllm.errors import ConfigError, MiniVLLMError, UnknownNameError, nearest
-from minivllm.eviction import LRU, MRU
-from minivllm.flights import IndependentCoordinator, PrefixCacheFlightCoordinator, ReleaseOnCompletion
-from minivllm.prefix_index import HashMapIndex
-from minivllm.publication import AT_ALLOCATION, INCREMENTAL, ON_COMPLETION
-from minivllm.scheduler import WHOLE_PROMPT, PriorityFirst
-from minivllm.shared_prefix import SharedPrefixCoordinator
-from minivllm.wait_or_recompute import WaitOrRecompute
+from minivllm.scheduling.policies import WHOLE_PROMPT, PriorityFirst
 
 POLICIES = ("publication", "coordination", "release", "eviction", "prefix_index", "block_hash", "scheduling")
 

@@ -31,9 +31,11 @@ from labs.coordinator_history import (
     compare,
     outcome,
 )
-from minivllm import events as ev
+from minivllm.coordination.coordinator import Role
+from minivllm.coordination.release import RELEASE_POLICIES
+from minivllm.coordination.single_flight import PrefixCacheFlightCoordinator
 from minivllm.errors import InvariantError, UnknownRequestError
-from minivllm.flights import RELEASE_POLICIES, PrefixCacheFlightCoordinator, Role
+from minivllm.log import events as ev
 from minivllm.request import Request, RequestState
 from tests.property.steady import STEADY
 

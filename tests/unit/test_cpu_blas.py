@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from minivllm.cpu_blas import SWITCH, BlasReport, make_fast
+from minivllm.models.cpu_blas import SWITCH, BlasReport, make_fast
 
 ON_LINUX = sys.platform == "linux"
 
@@ -33,7 +33,7 @@ def bundled_blas() -> str:
 def in_fresh_python(code: str, **environ: str) -> Any:
     """Run ``code`` and return what it prints, read as JSON. The first line makes ``make_fast`` known."""
     result = subprocess.run(
-        [sys.executable, "-c", "import json, os, sys\nfrom minivllm.cpu_blas import make_fast\n" + code],
+        [sys.executable, "-c", "import json, os, sys\nfrom minivllm.models.cpu_blas import make_fast\n" + code],
         env={**{key: value for key, value in os.environ.items() if key != SWITCH}, **environ},
         capture_output=True,
         text=True,
@@ -62,8 +62,8 @@ def test_a_named_library_that_is_no_blas_is_a_note_and_no_error(name: str) -> No
 
 
 def test_a_missing_library_is_one_sentence_that_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("minivllm.cpu_blas._LIBRARY_NAMES", ("libno_such_blas.so.7",))
-    monkeypatch.setattr("minivllm.cpu_blas._has_cuda_backend", lambda: False)
+    monkeypatch.setattr("minivllm.models.cpu_blas._LIBRARY_NAMES", ("libno_such_blas.so.7",))
+    monkeypatch.setattr("minivllm.models.cpu_blas._has_cuda_backend", lambda: False)
     monkeypatch.delitem(sys.modules, "mlx.core", raising=False)
     report = make_fast(platform="linux", environ={})
     assert not report.is_fast
@@ -104,7 +104,7 @@ if ON_LINUX:
         (tmp_path / "lib").mkdir()
         (tmp_path / "lib" / "libmkl_rt.so.2").symlink_to(bundled_blas())
         code = (
-            "import minivllm.cpu_blas as m\n"
+            "import minivllm.models.cpu_blas as m\n"
             "m._LIBRARY_NAMES = ('libmkl_rt.so.2',)\n"
             "print(json.dumps(make_fast(prefix=sys.argv[1] if sys.argv[1:] else os.environ['PREFIX']).path))"
         )

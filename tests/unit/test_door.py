@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from minivllm import Engine, EngineConfig, EngineCore, MultimodalItem, Sampling, Submission, VirtualRunner
-from minivllm import events as ev
 from minivllm.errors import (
     ConfigError,
     DuplicateRequestError,
@@ -17,6 +16,7 @@ from minivllm.errors import (
     MiniVLLMError,
     UnknownRequestError,
 )
+from minivllm.log import events as ev
 from tests.unit.small import FULL_PROMPT, check, events_of, run
 
 TWO = Sampling(max_tokens=1, n=2)

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from minivllm import events as ev
 from minivllm.config import EngineConfig
-from minivllm.door import Submission
-from minivllm.engine import EngineCore, Output
+from minivllm.engine.core import EngineCore, Output
+from minivllm.engine.input_processor import Submission
 from minivllm.errors import (
     ConfigError,
     DuplicateRequestError,
@@ -23,7 +22,8 @@ from minivllm.errors import (
     UnknownNameError,
     UnknownRequestError,
 )
-from minivllm.replay import replay
+from minivllm.log import events as ev
+from minivllm.log.replay import replay
 from minivllm.request import Request, RequestState, Sampling
 from minivllm.runners.virtual import VirtualRunner
 from minivllm.step import ScheduledStep

@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 
-from minivllm import events as ev
-from minivllm import notebook_cells
+from minivllm.cache.publication import AT_ALLOCATION, Moment
 from minivllm.config import EngineConfig, policy_name
-from minivllm.door import Submission
-from minivllm.engine import EngineCore
-from minivllm.engine_thread import Engine, Handle
+from minivllm.engine import notebook_cells
+from minivllm.engine.core import EngineCore
+from minivllm.engine.engine import Engine, Handle
+from minivllm.engine.input_processor import Submission
 from minivllm.errors import (
     ConfigError,
     DuplicateRequestError,
@@ -37,8 +37,8 @@ from minivllm.errors import (
     UnknownNameError,
     UnknownRequestError,
 )
-from minivllm.publication import AT_ALLOCATION, Moment
-from minivllm.replay import replay
+from minivllm.log import events as ev
+from minivllm.log.replay import replay
 from minivllm.request import RequestState, Sampling
 from minivllm.runners.virtual import VirtualRunner
 from minivllm.step import ScheduledStep

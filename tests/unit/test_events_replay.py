@@ -8,13 +8,15 @@ from collections.abc import Callable
 
 import pytest
 
-from minivllm import events as ev
-from minivllm.block_pool import BlockState
 from minivllm.cost import CostModel
-from minivllm.engine import EngineCore
-from minivllm.events import EVENT_KINDS, EventLog, event_from_dict
-from minivllm.metrics import HitRate, Metrics
-from minivllm.replay import State, fold, replay
+from minivllm.engine.core import EngineCore
+from minivllm.log import events as ev
+from minivllm.log.event import EVENT_KINDS, event_from_dict
+from minivllm.log.event_log import EventLog
+from minivllm.log.metrics import HitRate, Metrics
+from minivllm.log.replay import fold, replay
+from minivllm.log.state import State
+from minivllm.log.states import BlockState
 from minivllm.request import RequestState
 from tests.unit.small import FULL_PROMPT, events_of, run, small_core, step
 

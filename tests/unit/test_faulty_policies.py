@@ -23,19 +23,19 @@ from minivllm import (
     Submission,
     VirtualRunner,
 )
-from minivllm import events as ev
-from minivllm.block_hash import Sha256
-from minivllm.block_pool import Block
+from minivllm.bench.race import run_race
+from minivllm.bench.workloads import Race
+from minivllm.cache.block_hash import Sha256
+from minivllm.cache.block_pool import Block
+from minivllm.cache.eviction.policy import Placement
+from minivllm.cache.publication import Moment
+from minivllm.coordination.coordinator import IndependentCoordinator, Role
+from minivllm.coordination.shared_prefix import SharedPrefixCoordinator
 from minivllm.errors import DuplicateRequestError, InvariantError, RequestFailedError
-from minivllm.eviction import Placement
-from minivllm.flights import IndependentCoordinator, Role
-from minivllm.publication import Moment
-from minivllm.race import run_race
-from minivllm.replay import replay
+from minivllm.log import events as ev
+from minivllm.log.replay import replay
 from minivllm.request import Request
-from minivllm.shared_prefix import SharedPrefixCoordinator
 from minivllm.step import ScheduledStep
-from minivllm.workloads import Race
 
 PROMPT = list(range(10, 19))
 ONE = Sampling(max_tokens=1)

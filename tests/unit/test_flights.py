@@ -6,23 +6,15 @@ from typing import Any
 
 import pytest
 
-from minivllm import events as ev
-from minivllm.block_hash import make_extra_keys
-from minivllm.door import Submission
-from minivllm.engine import EngineCore
+from minivllm.coordination.coordinator import NOBODY, IndependentCoordinator, LetGo, Role
+from minivllm.coordination.release import ReleaseAfterPrefill, ReleaseOnCompletion, ReleasePolicy
+from minivllm.coordination.single_flight import PrefixCacheFlightCoordinator
+from minivllm.engine.core import EngineCore
+from minivllm.engine.input_processor import Submission
 from minivllm.errors import InvariantError, UnknownRequestError
-from minivllm.flights import (
-    NOBODY,
-    IndependentCoordinator,
-    LetGo,
-    PrefixCacheFlightCoordinator,
-    ReleaseAfterPrefill,
-    ReleaseOnCompletion,
-    ReleasePolicy,
-    Role,
-)
-from minivllm.metrics import Metrics
-from minivllm.request import Request, RequestState, Sampling
+from minivllm.log import events as ev
+from minivllm.log.metrics import Metrics
+from minivllm.request import Request, RequestState, Sampling, make_extra_keys
 from tests.unit.small import FULL_PROMPT, check, events_of, recovered, run, small_core, step
 
 PROMPT = (10, 11, 12, 13, 14)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from minivllm import events as ev
-from minivllm.block_hash import WeakHash
-from minivllm.engine import EngineCore
+from minivllm.cache.block_hash import WeakHash
+from minivllm.engine.core import EngineCore
+from minivllm.log import events as ev
 from tests.unit.small import check, events_of, run, small_core
 
 WEAK = WeakHash(4)

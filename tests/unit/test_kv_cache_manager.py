@@ -11,14 +11,16 @@ from typing import Any
 
 import pytest
 
-from minivllm import events as ev
-from minivllm.block_hash import HashChain, make_extra_keys
-from minivllm.block_pool import Block
+from minivllm.cache.block_hash import HashChain
+from minivllm.cache.block_pool import Block
+from minivllm.cache.eviction.lru import LRU
+from minivllm.cache.eviction.mru import MRU
+from minivllm.cache.eviction.policy import EvictionPolicy, Placement
+from minivllm.cache.kv_cache_manager import ComputedBlocks, KVCacheManager
+from minivllm.cache.prefix_index.hash_map import HashMapIndex
 from minivllm.errors import InvariantError, OutOfBlocksError
-from minivllm.eviction import LRU, MRU, EvictionPolicy, Placement
-from minivllm.kv_cache_manager import ComputedBlocks, KVCacheManager
-from minivllm.prefix_index import HashMapIndex
-from minivllm.request import Request
+from minivllm.log import events as ev
+from minivllm.request import Request, make_extra_keys
 
 SHARED = list(range(100, 148))
 """48 tokens: three full blocks of 16."""

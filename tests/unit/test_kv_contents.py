@@ -9,13 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minivllm import events as ev
-from minivllm.block_hash import ExtraKeys, MultimodalItem, make_extra_keys
 from minivllm.clock import VirtualClock
-from minivllm.engine import EngineCore
+from minivllm.engine.core import EngineCore
 from minivllm.errors import InvariantError
-from minivllm.kv_contents import KVContents, Written, kv_contents
-from minivllm.request import Sampling
+from minivllm.log import events as ev
+from minivllm.log.event import event_from_dict
+from minivllm.log.event_log import EventLog
+from minivllm.log.kv_contents import KVContents, Written, kv_contents
+from minivllm.request import ExtraKeys, MultimodalItem, Sampling, make_extra_keys
 from tests.property.steady import STEADY
 from tests.unit.small import FULL_PROMPT, check, events_of, run, small_core, step
 
@@ -24,7 +25,7 @@ class Story:
     """A log written by hand: blocks of four, eight of them, and whatever the test says happens."""
 
     def __init__(self) -> None:
-        self.log = ev.EventLog(VirtualClock().now_ms)
+        self.log = EventLog(VirtualClock().now_ms)
         self._arrivals = itertools.count()
         self.add(
             ev.EngineStarted(
@@ -482,14 +483,14 @@ def test_a_log_read_from_json_tells_the_same() -> None:
         core.submit(FULL_PROMPT, max_tokens=3, cache_salt=salt)
     run(core)
     plain = json.loads(json.dumps([event.as_dict() for event in core.log]))
-    again = kv_contents(ev.event_from_dict(event) for event in plain)
+    again = kv_contents(event_from_dict(event) for event in plain)
     assert [held(again, i) for i in range(1, 9)] == [held(healthy(core), i) for i in range(1, 9)]
     assert again.num_reads == healthy(core).num_reads
 
 
 def colliding_prompts(core: EngineCore) -> tuple[list[int], list[int]]:
     """Return two prompts of five tokens whose first blocks differ and have the same weak hash."""
-    from minivllm.block_hash import BLOCK_HASHERS, HashChain
+    from minivllm.cache.block_hash import BLOCK_HASHERS, HashChain
 
     seen: dict[bytes, list[int]] = {}
     for token in itertools.count(10):

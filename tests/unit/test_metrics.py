@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from minivllm import events as ev
 from minivllm.config import EngineConfig
-from minivllm.engine import EngineCore
-from minivllm.metrics import HitRate, Metrics
-from minivllm.runners.virtual import CostModel, VirtualRunner
+from minivllm.cost import CostModel
+from minivllm.engine.core import EngineCore
+from minivllm.log import events as ev
+from minivllm.log.metrics import HitRate, Metrics
+from minivllm.runners.virtual import VirtualRunner
 
 SIMPLE = CostModel(step_ms=10.0, prefill_ms=1.0, decode_one_ms=0.0, decode_base_ms=0.0, decode_row_ms=0.0)
 

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from minivllm import model_cache
 from minivllm.errors import ModelError
-from minivllm.model_cache import PackagedModel, cache_dir, checked_path, fetch_packaged
+from minivllm.models import downloads as model_cache
+from minivllm.models.downloads import PackagedModel, cache_dir, checked_path, fetch_packaged
 
 ROOT = Path(__file__).parents[2]
 
@@ -172,7 +172,7 @@ def in_another_process(model: PackagedModel, report: str = "None", **options: ob
     code = (
         "import os, resource, signal\n"
         "from minivllm.errors import ModelError\n"
-        "from minivllm.model_cache import PackagedModel, fetch_packaged\n"
+        "from minivllm.models.downloads import PackagedModel, fetch_packaged\n"
         f"{options.pop('first', '')}\n"
         f"try: print(fetch_packaged({model!r}, {report}))\n"
         "except ModelError as error: print('ModelError', error)\n"

@@ -22,8 +22,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from minivllm.errors import ModelError, UnknownNameError
-from minivllm.model_cache import SMOLLM2, checked_path
-from minivllm.models import OTHER_MODELS, LoadedModel, fetch, list_models, load_model
+from minivllm.models.downloads import SMOLLM2, checked_path
+from minivllm.models.load import OTHER_MODELS, LoadedModel, fetch, list_models, load_model
 
 ROOT = Path(__file__).parents[2]
 
@@ -133,7 +133,7 @@ def test_a_file_is_not_taken_for_a_folder(tmp_path: Path) -> None:
 
 
 def test_importing_brings_in_no_mlx() -> None:
-    code = "import sys, minivllm.models; print([m for m in ('mlx.core', 'mlx_lm', 'transformers') if m in sys.modules])"
+    code = "import sys, minivllm.models.load; print([m for m in ('mlx.core', 'mlx_lm', 'transformers') if m in sys.modules])"
     answer = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert answer.stdout.strip() == "[]"
 
@@ -434,7 +434,7 @@ def load_from_hub(name: str, address: str, home: Path, **environ: str) -> tuple[
     code = (
         "import json, sys\n"
         "from minivllm.errors import ModelError\n"
-        "from minivllm.models import fetch, load_model\n"
+        "from minivllm.models.load import fetch, load_model\n"
         "reports = []\n"
         "try:\n"
         "    m = load_model(sys.argv[1], progress=lambda *report: reports.append(report))\n"

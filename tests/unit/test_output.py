@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from minivllm.output import TextStream
+from minivllm.engine.output import TextStream
 from minivllm.runners.virtual import VirtualTokenizer
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from minivllm.block_hash import HashChain
+from minivllm.cache.block_hash import HashChain
+from minivllm.cache.prefix_index.index import PrefixIndex
+from minivllm.cache.prefix_index.names import PREFIX_INDEXES
 from minivllm.errors import InvariantError
-from minivllm.prefix_index import PREFIX_INDEXES, PrefixIndex
 
 
 @pytest.fixture(params=sorted(PREFIX_INDEXES))

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from minivllm import events as ev
-from minivllm.engine import EngineCore
+from minivllm.engine.core import EngineCore
+from minivllm.log import events as ev
 from minivllm.request import Request, RequestState
-from minivllm.scheduler import SchedulingPolicy
+from minivllm.scheduling.policies import SchedulingPolicy
 from tests.unit.small import check, events_of, run, small_core, step
 
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from minivllm import events as ev
-from minivllm.publication import (
+from minivllm.cache.publication import (
     AT_ALLOCATION,
     INCREMENTAL,
     ON_COMPLETION,
@@ -16,6 +15,7 @@ from minivllm.publication import (
     PublicationPolicy,
     is_safe,
 )
+from minivllm.log import events as ev
 from minivllm.request import RequestState
 from tests.unit.small import FULL_PROMPT, check, events_of, recovered, run, small_core, step
 

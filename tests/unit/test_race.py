@@ -10,15 +10,16 @@ from typing import Any
 
 import pytest
 
-from minivllm import events as ev
+from minivllm.bench.race import RaceResult, run_race
+from minivllm.bench.workloads import Race
 from minivllm.config import EngineConfig
-from minivllm.engine_thread import Engine
+from minivllm.engine.engine import Engine
 from minivllm.errors import ConfigError, EngineClosedError, EngineDeadError, InvalidRequestError
-from minivllm.race import RaceResult, run_race
-from minivllm.replay import replay
+from minivllm.log import events as ev
+from minivllm.log.event import event_from_dict
+from minivllm.log.replay import replay
 from minivllm.runners.virtual import VirtualRunner
 from minivllm.step import ScheduledStep
-from minivllm.workloads import Race
 
 COLD = Race(num_requests=4, prompt_tokens=532, max_tokens=8)
 LONG = Race(num_requests=4, prompt_tokens=532, max_tokens=24)
@@ -280,7 +281,7 @@ def test_the_heading_says_what_is_raced(race: Race, config: EngineConfig, words:
 
 def test_the_events_of_the_json_replay_to_the_blocks_that_it_counts() -> None:
     result = run_race(COLD, SINGLE_FLIGHT, "virtual")
-    state = replay(ev.event_from_dict(event) for event in result.as_dict()["events"])
+    state = replay(event_from_dict(event) for event in result.as_dict()["events"])
     assert len(state.free_queue) == result.blocks.free == result.blocks.capacity == 512
     assert len(state.prefix_index) == result.blocks.published == 33
     assert {r.state.value for r in state.requests.values()} == {"finished"}

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from minivllm.block_hash import MultimodalItem, make_extra_keys
 from minivllm.errors import InvalidRequestError, InvariantError
-from minivllm.request import TRANSITIONS, Request, RequestState, Sampling
+from minivllm.request import TRANSITIONS, MultimodalItem, Request, RequestState, Sampling, make_extra_keys
 
 ENDS = {RequestState.FINISHED, RequestState.ABORTED, RequestState.FAILED}
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from minivllm import EngineConfig, EngineCore, VirtualRunner
-from minivllm import events as ev
 from minivllm.errors import RowError
+from minivllm.log import events as ev
 from minivllm.request import Request, RequestState
 from minivllm.step import ScheduledStep
 from tests.unit.small import FULL_PROMPT, check, events_of, run, small_core, step

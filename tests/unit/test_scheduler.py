@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from minivllm import events as ev
-from minivllm.engine import EngineCore
+from minivllm.engine.core import EngineCore
 from minivllm.errors import UnknownRequestError
-from minivllm.metrics import Metrics
+from minivllm.log import events as ev
+from minivllm.log.metrics import Metrics
 from minivllm.request import RequestState
 from minivllm.step import Phase, ScheduledStep
 from tests.unit.small import check, events_of, recovered, rows_of_steps, run, small_core, step

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from minivllm import EngineConfig, EngineCore, Sampling, VirtualRunner
-from minivllm import events as ev
+from minivllm.coordination.coordinator import Outlook
+from minivllm.coordination.release import ReleaseAfterPrefill
+from minivllm.coordination.shared_prefix import SharedPrefixCoordinator
 from minivllm.errors import InvariantError, UnknownRequestError
-from minivllm.flights import Outlook, ReleaseAfterPrefill
+from minivllm.log import events as ev
 from minivllm.request import Request, RequestState
-from minivllm.shared_prefix import SharedPrefixCoordinator
 from tests.unit.small import check, events_of, recovered, run, small_core, step
 
 SHARED = list(range(100, 116))

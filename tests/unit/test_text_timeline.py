@@ -6,15 +6,16 @@ import io
 
 import pytest
 
-from minivllm import events as ev
+from minivllm.bench.race import run_race
+from minivllm.bench.workloads import Race
+from minivllm.cli.race_progress import LiveTable, StoryLines
+from minivllm.cli.terminal import Channel
 from minivllm.config import EngineConfig
-from minivllm.engine import EngineCore
-from minivllm.live_table import LiveTable, StoryLines
-from minivllm.race import run_race
-from minivllm.runners.virtual import CostModel, VirtualRunner
-from minivllm.terminal import Channel
-from minivllm.text_timeline import Lanes, Phase, can_write, draw_timeline
-from minivllm.workloads import Race
+from minivllm.cost import CostModel
+from minivllm.engine.core import EngineCore
+from minivllm.log import events as ev
+from minivllm.log.timeline import Lanes, Phase, can_write, draw_timeline
+from minivllm.runners.virtual import VirtualRunner
 
 EVEN = CostModel(step_ms=10.0, prefill_ms=9.0, decode_one_ms=0.0, decode_base_ms=0.0, decode_row_ms=0.0)
 """A step takes 10 ms and 9 for each prefilled token."""

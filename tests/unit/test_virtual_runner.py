@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from minivllm import events as ev
-from minivllm.block_hash import MultimodalItem
 from minivllm.config import EngineConfig
-from minivllm.engine import EngineCore
-from minivllm.request import Request, RequestState, Sampling
-from minivllm.runners.virtual import CostModel, VirtualRunner, VirtualTokenizer
+from minivllm.cost import CostModel
+from minivllm.engine.core import EngineCore
+from minivllm.log import events as ev
+from minivllm.request import MultimodalItem, Request, RequestState, Sampling
+from minivllm.runners.virtual import VirtualRunner, VirtualTokenizer
 from minivllm.step import BlockCopy, Phase, Runner, ScheduledRow, ScheduledStep
 from tests.unit.small import events_of, run
 
@@ -232,6 +232,6 @@ def test_the_runner_is_one_to_the_type_checker_and_needs_no_mlx() -> None:
     runner: Runner = VirtualRunner()
     assert runner.name == "virtual"
     assert not runner.is_real and runner.accepts_multimodal
-    code = "import sys, minivllm.runners.virtual, minivllm.engine; sys.exit('mlx' in sys.modules)"
+    code = "import sys, minivllm.runners.virtual, minivllm.engine.core; sys.exit('mlx' in sys.modules)"
     child = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}, check=False)
     assert child.returncode == 0

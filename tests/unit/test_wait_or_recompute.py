@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from minivllm import CostModel, Engine, EngineConfig, EngineCore, Sampling, Submission, VirtualRunner
-from minivllm import events as ev
+from minivllm.coordination.wait_or_recompute import TwoRequests, WaitOrRecompute, predict
+from minivllm.log import events as ev
 from minivllm.request import RequestState
-from minivllm.wait_or_recompute import TwoRequests, WaitOrRecompute, predict
 from tests.unit.small import check, events_of, run, step
 
 COST = CostModel(step_ms=12.0, prefill_ms=1.0, decode_one_ms=0.0, decode_base_ms=0.0, decode_row_ms=0.0)

@@ -13,8 +13,9 @@ from xml.etree import ElementTree
 import pytest
 
 from minivllm import ConfigError, EngineConfig, EngineCore, Submission, VirtualRunner
-from minivllm.block_pool import BLOCK_TRANSITIONS, Block, BlockState
-from minivllm.eviction import Placement
+from minivllm.cache.block_pool import Block
+from minivllm.cache.eviction.policy import Placement
+from minivllm.log.states import BLOCK_TRANSITIONS, BlockState
 from minivllm.request import TRANSITIONS, RequestState, Sampling
 from tests.browser.engine_logs import CORES
 from widgets import (

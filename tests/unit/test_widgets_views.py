@@ -115,7 +115,7 @@ def test_the_thread_of_a_view_ends_when_its_core_is_gone_or_closed(sent: list[tu
 
 def test_a_cell_that_is_run_again_closes_what_it_showed_before(monkeypatch: pytest.MonkeyPatch) -> None:
     cell: list[tuple[str, int] | None] = [None]
-    monkeypatch.setattr("minivllm.notebook_cells.current_cell", lambda: cell[0])
+    monkeypatch.setattr("minivllm.engine.notebook_cells.current_cell", lambda: cell[0])
     monkeypatch.setattr("widgets.lab.views_of_cells._made", {})
     no_cell = LabView(a_core())
     cell[0] = ("a", 1)

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from minivllm import EngineConfig, EngineCore, Sampling, Submission, VirtualRunner
-from minivllm import events as ev
 from minivllm.errors import RowError
-from minivllm.models import load_model
+from minivllm.log import events as ev
+from minivllm.models.load import load_model
 from minivllm.request import Request, RequestState
 from minivllm.runners.mlx import MLXRunner
 from minivllm.step import ScheduledStep

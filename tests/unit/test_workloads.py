@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from minivllm.bench.workloads import MAX_REQUESTS, Race, document_tokens, race_submissions
 from minivllm.errors import ConfigError, InvalidRequestError, UnknownNameError
-from minivllm.models import _byte_tokenizer
+from minivllm.models.load import _byte_tokenizer
 from minivllm.runners.virtual import VirtualTokenizer
 from minivllm.step import Tokenizer
-from minivllm.workloads import MAX_REQUESTS, Race, document_tokens, race_submissions
 
 
 @pytest.fixture(params=["virtual", "tiny"])

@@ -1,7 +1,7 @@
 // The live views of the lab: one plain ES module, no build step.
 //
 // Everything on screen is folded from the engine's log. Sections:
-//   1. State        the same fold as minivllm/replay.py; asDict() gives the same values
+//   1. State        the same fold as minivllm/log/replay.py; asDict() gives the same values
 //   2. Scene        what views add: lanes, chain, counters, story; also a fold, nothing else
 //   3. Recording    the events, snapshots on the way, and a player with a cursor
 //   4. Elements     small helpers for HTML and SVG nodes that are reused

@@ -1,0 +1,380 @@
+"""The cold-cache race: requests fired together at a cache that holds nothing.
+
+    from minivllm.bench.race import run_race
+    print(run_race(Race(num_requests=4), EngineConfig(coordination="single-flight"), model="virtual"))
+
+`run_race` runs a `Race` on any model and returns a `RaceResult`: the figures, the log and what they mean. On
+the virtual model an `EngineCore` is stepped on the caller's thread, so that every run gives the same bytes; on
+a real one an `Engine` serves it. Knows engines, workloads and metrics; must not know terminals or files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from minivllm.bench.workloads import Race, race_submissions
+from minivllm.config import EngineConfig
+from minivllm.engine.core import EngineCore
+from minivllm.engine.engine import Engine
+from minivllm.errors import ConfigError, EngineClosedError, EngineDeadError
+from minivllm.log import events as ev
+from minivllm.log.metrics import Metrics, RequestMetrics
+from minivllm.log.timeline import draw_timeline
+from minivllm.runners.virtual import VirtualRunner
+
+if TYPE_CHECKING:
+    from minivllm.models.downloads import Progress
+
+OnChange = Callable[[Sequence[ev.Event]], None]
+"""Called on the caller's thread with the events that are new, after each step or several."""
+
+_LOOK_SECONDS = 0.05
+_LIFE_SIGN_SECONDS = 1.0
+"""How long to wait for news before asking whether the engine is still there."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCounts:
+    """The pool when the race was over: blocks that can be used, are free, and are published.
+
+    ``duplicates`` are full blocks that were computed though another block held the same.
+    """
+
+    capacity: int
+    free: int
+    published: int
+    duplicates: int
+
+
+@dataclass(frozen=True)
+class RaceResult:
+    """What came of a race. Prints as a table with what it means; `as_dict` is its JSON.
+
+    ``log`` begins with how the engine was set up and holds no event of earlier races, so that it can be drawn
+    and read. It replays to the engine's own state only if the race was the engine's first.
+    """
+
+    race: Race
+    config: EngineConfig
+    model: str
+    metrics: Metrics
+    blocks: BlockCounts
+    log: tuple[ev.Event, ...]
+
+    @property
+    def requests(self) -> list[RequestMetrics]:
+        """The requests' figures in the order in which they were submitted."""
+        return list(self.metrics.requests.values())
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the race as plain JSON values: ``config``, ``requests``, ``blocks`` and ``events``.
+
+        Times are milliseconds on the engine's clock; a time that has not come is None.
+        """
+        return {
+            "config": {"model": self.model, **self.race.as_dict(), **self.config.as_dict()},
+            "requests": [
+                {
+                    "id": request.request_id,
+                    "role": request.role,
+                    "prompt_tokens": request.prompt_tokens,
+                    "recovered_tokens": request.recovered_tokens,
+                    "adopted_tokens": request.adopted_tokens,
+                    "output_tokens": request.output_tokens,
+                    "output_token_ids": list(request.output_token_ids),
+                    "ttft_ms": _rounded(request.ttft_ms),
+                    "completion_ms": _rounded(request.completion_ms),
+                }
+                for request in self.requests
+            ],
+            "blocks": {
+                "capacity": self.blocks.capacity,
+                "free": self.blocks.free,
+                "published": self.blocks.published,
+                "duplicates": self.blocks.duplicates,
+            },
+            "events": [event.as_dict() for event in self.log],
+        }
+
+    def timeline(self, width: int = 80, *, ascii_only: bool = False) -> str:
+        """Return the race drawn in text, ``width`` columns wide."""
+        return draw_timeline(self.log, width, ascii_only=ascii_only)
+
+    def heading(self) -> str:
+        """Return one line that says what was raced."""
+        return race_heading(self.race, self.config, self.model)
+
+    def explanation(self) -> str:
+        """Return what the figures mean, in words."""
+        return explain(self)
+
+    def __repr__(self) -> str:
+        return f"{self.heading()}\n{self.metrics!r}\n{self.explanation()}"
+
+
+def run_race(
+    race: Race | None = None,
+    config: EngineConfig | None = None,
+    model: str | None = None,
+    *,
+    engine: Engine | None = None,
+    on_change: OnChange | None = None,
+    progress: Progress | None = None,
+) -> RaceResult:
+    """Run a race to its end and return what came of it.
+
+    ``model`` is "virtual", "smollm2" (the default), or any other that `Engine` takes; an engine is made for the
+    race and closed after it. With ``engine`` the race runs on that one instead: its cache is reset first, so
+    that it is cold, and it stays open.
+
+    ``on_change`` gets the new events, at most 20 times a second on a real clock. ``progress`` hears of a
+    model's download. Raises InvalidRequestError if a request can never run, ConfigError if ``engine`` is busy,
+    EngineDeadError if the runner fails.
+    """
+    race = race or Race()
+    tell = on_change or (lambda events: None)
+    if engine is not None:
+        if config is not None or model is not None:
+            raise ConfigError("pass either engine= or a config and a model, not both: an engine has its own")
+        return _on_engine(race, engine, tell)
+    config = config or EngineConfig()
+    model = model or "smollm2"
+    if model == "virtual":
+        return _on_virtual_clock(race, config, tell)
+    with Engine(model, config, progress=progress) as own:
+        return _on_engine(race, own, tell)
+
+
+def _on_virtual_clock(race: Race, config: EngineConfig, tell: OnChange) -> RaceResult:
+    """Step a core here, so that nothing depends on threads."""
+    runner = VirtualRunner()
+    core = EngineCore(config, runner)
+    core.submit_batch(race_submissions(race, runner.tokenizer))
+    told = 0
+    while core.step():
+        tell(core.log.since(told))
+        told = len(core.log)
+    result = _result(race, core, core.log.since(0))
+    core.close()
+    return result
+
+
+def _on_engine(race: Race, engine: Engine, tell: OnChange) -> RaceResult:
+    """Fire the race at an engine on its own thread, and follow its log."""
+    changed = threading.Event()
+    remove_listener = engine.add_listener(changed.set)
+    names: list[str] = []
+    try:
+        # Looking, resetting and entering are one command: no other caller can come between.
+        start, names = engine.call_alone(functools.partial(_enter, race))
+        told, running = start, set(names)
+        while running:
+            changed.wait(_LIFE_SIGN_SECONDS)
+            changed.clear()
+            alive = engine.is_alive
+            fresh = engine.log.since(told)
+            told += len(fresh)
+            running -= {event.request_id for event in fresh if isinstance(event, _ENDS)}
+            tell(fresh)
+            if not alive:
+                break
+            if running:
+                threading.Event().wait(_LOOK_SECONDS)  # many steps at a time are enough for an eye
+        if engine.error is not None:
+            raise EngineDeadError(
+                f"the engine stopped in the race ({type(engine.error).__name__}: {engine.error}); "
+                "make a new engine to go on"
+            ) from engine.error
+        if not engine.is_alive:
+            raise EngineClosedError("the engine was closed in the race; make a new one to go on")
+        return engine.call(lambda core: _result(race, core, _part_of_log(core, start), names))
+    except BaseException:
+        for name in names:
+            _abort(engine, name)
+        raise
+    finally:
+        remove_listener()
+
+
+_ENDS = (ev.RequestFinished, ev.RequestAborted, ev.RequestFailed)
+
+
+def _enter(race: Race, core: EngineCore, reserved: Container[str]) -> tuple[int, list[str]]:
+    """On the engine's thread: let the race in.
+
+    Returns where its part of the log begins, and the requests' ids.
+    """
+    busy = sum(not request.state.is_ended for request in core.requests.values())
+    if busy:
+        raise ConfigError(f"the engine is busy: {busy} requests are in it; wait for them or abort them, then race")
+    prefix = _free_prefix(race, core, reserved)
+    submissions = race_submissions(race, core.runner.tokenizer, prefix=prefix)
+    batch = core.prepare(submissions, reserved)  # refuse before the cache is forgotten
+    if len(core.manager.index):
+        core.reset_cache()
+    start = len(core.log) if len(core.log) > 1 else 0  # an engine that has done nothing yet gives all of it
+    core.enter(batch)
+    return start, [request.request_id for prepared in batch for request in prepared.requests]
+
+
+def _part_of_log(core: EngineCore, start: int) -> list[ev.Event]:
+    """Return the log from ``start`` on, behind what says how the engine is set up: so it can be replayed."""
+    before = core.log[:start]
+    started = [event for event in before if isinstance(event, ev.EngineStarted)]
+    changed = [event for event in before if isinstance(event, ev.PoliciesChanged)]
+    return [*started, *changed[-1:], *core.log.since(start)]
+
+
+def _free_prefix(race: Race, core: EngineCore, reserved: Container[str]) -> str:
+    """Return "r", or "race2-r" and so on where an earlier race has used those ids, or ids of their samples."""
+    numbers = [str(number) for number in range(race.num_requests)]
+    ids = numbers + [f"{number}.{sample}" for number in numbers for sample in range(1, race.samples)]
+    count, prefix = 1, "r"
+    while any(prefix + each in core.requests or prefix + each in reserved for each in ids):
+        count += 1
+        prefix = f"race{count}-r"
+    return prefix
+
+
+def _abort(engine: Engine, name: str) -> None:
+    with contextlib.suppress(EngineDeadError, EngineClosedError):  # then it has ended with the engine
+        engine.abort(name)
+
+
+def _result(race: Race, core: EngineCore, events: list[ev.Event], names: Iterable[str] = ()) -> RaceResult:
+    metrics = Metrics.of(events)
+    order = list(names) or sorted(metrics.requests, key=lambda name: core.requests[name].arrival)
+    metrics.requests = {name: metrics.requests[name] for name in order}
+    blocks = BlockCounts(
+        core.config.num_blocks,
+        core.manager.pool.num_free,
+        len(core.manager.index),
+        metrics.duplicated_blocks,
+    )
+    return RaceResult(race, core.config, core.runner.name, metrics, blocks, tuple(events))
+
+
+def _rounded(ms: float | None) -> float | None:
+    return None if ms is None else round(ms, 6)
+
+
+# --- In words -----------------------------------------------------------------------------------------------
+
+
+def race_heading(race: Race, config: EngineConfig, model: str) -> str:
+    """Return one line that says what is raced."""
+    shared = race.num_shared_tokens
+    if race.num_requests == 1:
+        what = f"1 request of {race.prompt_tokens:,} tokens"
+    elif shared == race.prompt_tokens:
+        what = f"{race.num_requests} identical requests of {shared:,} tokens"
+    else:
+        what = f"{race.num_requests} requests of {race.prompt_tokens:,} tokens, the first {shared:,} shared"
+    if race.samples > 1:
+        what += f", {race.samples} samples of each"
+    coordination = config.as_dict()["coordination"]
+    if coordination == "single-flight":
+        coordination += f", released {config.release_policy.name}"
+    if config.adoption:
+        coordination += ", with adoption"
+    return (
+        f"{what}, {race.max_tokens:,} output tokens each, on a cold cache of {model}: "
+        f"published {config.publication_policy.name}, {coordination}"
+    )
+
+
+def explain(result: RaceResult) -> str:
+    """Return why so many tokens were recovered, from what the log says."""
+    later = [request for request in result.requests if request.role != "sample"][1:]
+    if not later:
+        alone = "One request on a cold cache has nothing to recover."
+        return " ".join([alone, *_about_samples(result)])
+    block_size = result.config.block_size
+    shared = result.race.num_shared_tokens
+    asked = sum(request.prompt_tokens for request in later)
+    found = sum(request.recovered_tokens for request in later)
+    who = "the later request" if len(later) == 1 else f"the {len(later)} later requests"
+    words = [f"{found:,} of {asked:,} prompt tokens of {who} were recovered: {_cause(result, found)}."]
+    best = min(shared, result.race.prompt_tokens - 1) // block_size * block_size
+    if found and best < result.race.prompt_tokens and all(r.recovered_tokens == best for r in later):
+        rest = result.race.prompt_tokens - best
+        words.append(
+            f"More than {best:,} each is not possible: only full blocks of {block_size} tokens are shared, "
+            f"so {'the last token is' if rest == 1 else f'the last {rest:,} tokens are'} computed."
+        )
+    if result.metrics.duplicated_blocks:
+        words.append(f"{result.metrics.duplicated_blocks:,} full blocks hold what another block holds already.")
+    words.extend(_about_samples(result))
+    if result.metrics.adopted_tokens:
+        words.append(
+            f"{result.metrics.adopted_tokens:,} tokens more were adopted in mid-prefill, from blocks that others had "
+            "published meanwhile."
+        )
+    preempted = sum(request.num_preemptions for request in result.requests)
+    if preempted:
+        words.append(
+            f"Blocks ran out, so requests were preempted ({preempted} in all); what they found of their own work "
+            "when they went on is not counted."
+        )
+    return " ".join(words)
+
+
+def _about_samples(result: RaceResult) -> list[str]:
+    """Say what the samples of a prompt share, if there are several."""
+    samples = sum(request.role == "sample" for request in result.requests)
+    if not samples:
+        return []
+    copied = sum(isinstance(event, ev.BlockCopied) for event in result.log)
+    return [
+        f"{samples:,} further samples took their prompt's blocks from the first one, which computed it for all; "
+        f"{copied:,} partly filled blocks were copied when a sample first wrote into one (copy on write)."
+    ]
+
+
+def _cause(result: RaceResult, found: int) -> str:
+    """Return the one reason that explains the recovered tokens best."""
+    shared, block_size = result.race.num_shared_tokens, result.config.block_size
+    first = result.requests[0]
+    followers = [request for request in result.requests if request.role == "follower"]
+    if not result.config.enable_prefix_caching:
+        return "prefix caching is off"
+    if min(shared, result.race.prompt_tokens - 1) < block_size:
+        return f"the prompts share less than one full block of {block_size} tokens before their last one"
+    if followers and found:
+        leaders = [r.request_id for r in result.requests if r.role == "leader"]
+        until = "computed and published its prompt"
+        if not result.config.release_policy.after_prefill(len(followers)):
+            until = "ended and its blocks were published"
+        held = "1 follower was held until its leader"
+        if len(followers) > 1:
+            held = f"{len(followers)} followers were held until their leader"
+        return f"{held}, {leaders[0]}, had {until}"
+    chose = sum(isinstance(event, ev.RecomputeChosen) for event in result.log)
+    if chose and not found:
+        return (
+            f"{chose} of them computed what another request was computing at the same time, because that was sooner "
+            "than waiting for it"
+        )
+    num_held = sum(request.role == "held" for request in result.requests)
+    if num_held and found:
+        verb = "was" if num_held == 1 else "were"
+        return (
+            f"{num_held} of them {verb} held while another was computing the next missing block, until it was published"
+        )
+    when = {
+        "on-completion": "when its request ends",
+        "incremental": "after the step that computed it",
+        "at-allocation": "before it is computed, which is not safe",
+    }
+    rule = when.get(result.config.publication_policy.name, "as the policy says")
+    if found:
+        late = sum(request.recovered_tokens > 0 for request in result.requests)
+        return f"a block is published {rule}, and {late} of them were admitted after that"
+    if result.config.publication_policy.name == "on-completion":
+        return f"nothing was published before {first.request_id} ended, and by then all had been admitted"
+    return f"a block is published {rule}, and all were admitted before that"

@@ -1,0 +1,499 @@
+"""The one owner of a block's life: look up, allocate, publish, free.
+
+`block_pool.py` has the picture of a block's life.
+A request's block table lists its blocks in the order of its tokens and only grows, until all of it is freed. One
+entry alone may be replaced: the partly filled last block that samples of one prompt share is copied when one of them
+writes into it (copy on write).
+Every change is all or nothing: what cannot be done whole leaves no trace. Knows requests' tokens and blocks;
+must not know the scheduler, flights, when to publish, or how K/V is computed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from minivllm.cache.block_hash import SHA256, BlockHash, BlockHasher, BlockKeys, HashChain, block_extra_keys
+from minivllm.cache.block_pool import Block, BlockPool
+from minivllm.cache.eviction.policy import EvictionPolicy
+from minivllm.cache.prefix_index.index import PrefixIndex
+from minivllm.errors import InvariantError, OutOfBlocksError
+from minivllm.log import events as ev
+from minivllm.request import Request
+from minivllm.step import BlockCopy
+
+
+@dataclass(frozen=True, slots=True)
+class Collision:
+    """A block that was found by its hash and holds other tokens than the ones that were asked for."""
+
+    block_id: int
+    block_hash: BlockHash
+    token_ids: tuple[int, ...]
+    held_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedBlocks:
+    """What a look-up found: published blocks, from behind those that the request holds itself to the first miss.
+
+    Good only until the next change of the pool: nothing holds the blocks yet. ``collision`` is the block at which
+    the check of token ids ended the look-up, if it did.
+    """
+
+    block_ids: tuple[int, ...]
+    num_tokens: int
+    collision: Collision | None = None
+
+
+NOTHING_COMPUTED = ComputedBlocks((), 0)
+
+
+@dataclass(slots=True, eq=False)
+class _Content:
+    """What a full block really holds: its tokens and keys behind those of all blocks before. For the check only."""
+
+    parent: _Content | None
+    token_ids: tuple[int, ...]
+    extra_keys: BlockKeys
+
+    def same_as(self, other: _Content) -> bool:
+        """Compare whole chains. They usually meet in one object after a step, so this is O(1) a block."""
+        mine: _Content | None = self
+        theirs: _Content | None = other
+        while mine is not theirs:
+            if mine is None or theirs is None:
+                return False
+            if mine.token_ids != theirs.token_ids or mine.extra_keys != theirs.extra_keys:
+                return False
+            mine, theirs = mine.parent, theirs.parent
+        return True
+
+
+@dataclass(slots=True)
+class _BlockTable:
+    """The blocks of one request, and its hash chain. ``num_settled`` blocks need no more publishing."""
+
+    chain: HashChain
+    blocks: list[Block] = field(default_factory=list)
+    num_settled: int = 0
+    contents: list[_Content] = field(default_factory=list)
+
+
+class KVCacheManager:
+    """Block tables of all requests over one pool."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        index: PrefixIndex,
+        eviction: EvictionPolicy,
+        emit: Callable[[ev.Event], None],
+        *,
+        enable_prefix_caching: bool = True,
+        hasher: BlockHasher = SHA256,
+        check_token_ids: bool = False,
+    ) -> None:
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.pool = BlockPool(num_blocks)
+        self.index = index
+        self.eviction = eviction
+        self.hasher = hasher
+        self._tables: dict[str, _BlockTable] = {}
+        self._duplicates: set[int] = set()  # blocks in use that were reported to have a twin
+        self._contents: dict[int, _Content] | None = {} if check_token_ids else None
+        self._emit = emit
+
+    # -- Questions: nothing changes ------------------------------------------------------------------------
+
+    def block_ids(self, request_id: str) -> tuple[int, ...]:
+        """Return the request's block table, empty if it holds nothing."""
+        table = self._tables.get(request_id)
+        return tuple(block.block_id for block in table.blocks) if table else ()
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Return how many blocks ``num_tokens`` tokens fill, the last one perhaps in part."""
+        return -(-num_tokens // self.block_size)
+
+    def get_computed_blocks(self, request: Request) -> ComputedBlocks:
+        """Look the request's tokens up, from the start to the first miss.
+
+        At most ``num_tokens - 1`` tokens are found: the last one must be computed, because its logits give the
+        next token. So a prompt of whole blocks that are all published computes its last block again. Without prefix
+        caching nothing is hashed, so nothing is found. Changes no count, no order and no statistics.
+        """
+        return self._look_up(request, self._table(request), 0)
+
+    def get_adoptable_blocks(self, request: Request) -> ComputedBlocks:
+        """Look up what others have published since, for a running request in mid-prefill. Changes nothing.
+
+        Only at a block boundary: a block that the request has begun itself stays its own.
+        """
+        table = self._tables.get(request.request_id)
+        if table is None or request.num_computed_tokens % self.block_size:
+            return NOTHING_COMPUTED
+        return self._look_up(request, table, request.num_computed_tokens // self.block_size)
+
+    def _look_up(self, request: Request, table: _BlockTable, first: int) -> ComputedBlocks:
+        most = (request.num_tokens - 1) // self.block_size
+        block_ids = self.index.longest_prefix(table.chain.hashes[first:most])
+        collision = self._first_collision(request, table, first, block_ids)
+        if collision is not None:
+            del block_ids[collision[0] :]
+        return ComputedBlocks(
+            tuple(block_ids), len(block_ids) * self.block_size, None if collision is None else collision[1]
+        )
+
+    def _first_collision(
+        self, request: Request, table: _BlockTable, first: int, block_ids: Sequence[int]
+    ) -> tuple[int, Collision] | None:
+        """Return the first block found that does not hold the request's tokens, and its place. O(1) a block."""
+        if self._contents is None:
+            return None
+        for place, block_id in enumerate(block_ids):
+            wanted = self._content(request, table, first + place)
+            held = self._contents[block_id]
+            if not held.same_as(wanted):
+                block_hash = table.chain.hashes[first + place]
+                return place, Collision(block_id, block_hash, wanted.token_ids, held.token_ids)
+            table.contents[first + place] = held  # one object from here on: the next comparison ends here
+        return None
+
+    def _content(self, request: Request, table: _BlockTable, position: int) -> _Content:
+        """Return what the request's block at ``position`` holds, and keep it for the next time."""
+        size, contents = self.block_size, table.contents
+        for index in range(len(contents), position + 1):
+            tokens = tuple(request.token_ids[index * size : (index + 1) * size])
+            keys = block_extra_keys(request.extra_keys, index, size)
+            contents.append(_Content(contents[-1] if contents else None, tokens, keys))
+        return contents[position]
+
+    def chain_hashes(self, request: Request) -> Sequence[BlockHash]:
+        """Return the hashes of the request's full blocks. Empty without prefix caching. Not to be changed."""
+        return self._table(request).chain.hashes
+
+    def has_room(
+        self,
+        request: Request,
+        num_new_tokens: int,
+        computed: ComputedBlocks = NOTHING_COMPUTED,
+        *,
+        num_spare: int = 0,
+    ) -> bool:
+        """Whether `allocate_slots` with the same arguments would succeed and leave ``num_spare`` blocks free."""
+        needed = self._num_blocks_needed(request, num_new_tokens, computed, self._hits(computed))
+        return needed + num_spare <= self.pool.num_free
+
+    def _hits(self, computed: ComputedBlocks) -> list[Block]:
+        blocks = self.pool.blocks
+        return [blocks[block_id - 1] for block_id in computed.block_ids]
+
+    def _num_blocks_needed(
+        self, request: Request, num_new_tokens: int, computed: ComputedBlocks, hits: Sequence[Block]
+    ) -> int:
+        """Free blocks that an allocation uses up: new ones, and hits that lie in the free queue now."""
+        table = self._tables.get(request.request_id)
+        num_held = len(table.blocks) if table else 0
+        num_known = request.num_computed_tokens + computed.num_tokens
+        num_new = self.num_blocks_for(num_known + num_new_tokens) - num_held - len(hits)
+        num_free_hits = [block.ref_count for block in hits].count(0)
+        copied = table is not None and not hits and self._is_shared_at(table, num_known)
+        return max(num_new, 0) + num_free_hits + copied
+
+    def _is_shared_at(self, table: _BlockTable, num_known: int) -> bool:
+        """Whether the next token would go into a block that others read, too: samples of one prompt."""
+        position, offset = divmod(num_known, self.block_size)
+        return bool(offset) and table.blocks[position].ref_count > 1
+
+    # -- Changes -------------------------------------------------------------------------------------------
+
+    def allocate_slots(
+        self, request: Request, num_new_tokens: int, computed: ComputedBlocks = NOTHING_COMPUTED
+    ) -> BlockCopy | None:
+        """Give the request blocks for ``num_new_tokens`` more tokens, after the hits in ``computed``.
+
+        In this order: check that there is room; take the hits (a count up, out of the free queue); only then
+        pop new blocks, forgetting what they held. If the next token goes into a block that other samples read,
+        the request gets one of its own in its place; the copy that must come before the step is returned. Raises
+        OutOfBlocksError with nothing changed at all.
+        """
+        hits = self._hits(computed)
+        needed = self._num_blocks_needed(request, num_new_tokens, computed, hits)
+        if needed > self.pool.num_free:
+            raise OutOfBlocksError(
+                f"request {request.request_id!r} asks for {needed} blocks and {self.pool.num_free} of "
+                f"{self.pool.num_blocks} are free; wait for a request to end or make a larger pool"
+            )
+        table = self._table(request)
+        if hits:
+            self._take_hits(request, table, computed, hits)
+        if computed.collision is not None:
+            self._emit_collision(request, computed.collision)
+        num_known = request.num_computed_tokens + computed.num_tokens
+        num_new = self.num_blocks_for(num_known + num_new_tokens) - len(table.blocks)
+        copied = self._is_shared_at(table, num_known)
+        if num_new + copied <= 0:
+            return None
+        taken = self.pool.take(num_new + copied)
+        self._forget(request.request_id, taken)
+        copy = self._copy_on_write(request, table, num_known, taken.pop(0)) if copied else None
+        if taken:
+            table.blocks.extend(taken)
+            self._emit(ev.BlocksAllocated(request.request_id, tuple([block.block_id for block in taken])))
+        return copy
+
+    def _take_hits(self, request: Request, table: _BlockTable, computed: ComputedBlocks, hits: Sequence[Block]) -> None:
+        """Count one more user of each block found, and append them to the block table."""
+        if len(table.blocks) * self.block_size != request.num_computed_tokens:
+            raise InvariantError(f"request {request.request_id!r} is inside a block of its own and cannot take hits")
+        self.pool.share_all(hits)
+        if table.num_settled == len(table.blocks):
+            table.num_settled += len(hits)
+        adopted = bool(table.blocks)
+        table.blocks.extend(hits)
+        if adopted:
+            self._emit(ev.BlocksAdopted(request.request_id, computed.block_ids, computed.num_tokens))
+        else:
+            self._emit(ev.BlocksHit(request.request_id, computed.block_ids))
+
+    def _copy_on_write(self, request: Request, table: _BlockTable, num_known: int, block: Block) -> BlockCopy:
+        """Put ``block`` in the place of the last one, which other samples go on reading."""
+        position, num_tokens = divmod(num_known, self.block_size)
+        source = table.blocks[position]
+        self.pool.drop(source)  # the others hold it: it cannot become free
+        table.blocks[position] = block
+        self._emit(ev.BlockCopied(request.request_id, source.block_id, block.block_id, num_tokens))
+        return BlockCopy(source.block_id, block.block_id)
+
+    def _emit_collision(self, request: Request, collision: Collision) -> None:
+        self._emit(
+            ev.HashCollision(
+                request.request_id,
+                collision.block_id,
+                collision.block_hash.hex(),
+                collision.token_ids,
+                collision.held_token_ids,
+            )
+        )
+
+    def fork(self, request: Request, samples: Sequence[Request]) -> None:
+        """Let further samples of the request's prompt use all of its blocks, the partly filled last one included.
+
+        Each count goes up by one per sample. Raises InvariantError if a sample holds blocks already.
+        """
+        table = self._tables[request.request_id]
+        for sample in samples:
+            if self.block_ids(sample.request_id):
+                raise InvariantError(f"sample {sample.request_id!r} holds blocks already")
+            self.pool.share_all(table.blocks)
+            self._tables[sample.request_id] = _BlockTable(
+                table.chain.fork(), list(table.blocks), table.num_settled, list(table.contents)
+            )
+        names = tuple(sample.request_id for sample in samples)
+        self._emit(ev.SamplesForked(request.request_id, names, self.block_ids(request.request_id)))
+
+    def _forget(self, request_id: str, taken: Sequence[Block]) -> None:
+        """Remove the hashes of blocks that were popped, before anybody writes into them."""
+        evicted = [(block.block_id, block.block_hash) for block in taken if block.block_hash is not None]
+        if not evicted:
+            return
+        for block in taken:
+            if block.block_hash is not None:
+                self._forget_hash(block)
+        ids, hashes = zip(*evicted, strict=True)
+        self._emit(ev.BlocksEvicted(request_id, ids, tuple([h.hex() for h in hashes])))
+
+    def _forget_hash(self, block: Block) -> None:
+        assert block.block_hash is not None
+        self.index.remove(block.block_hash)
+        block.block_hash = None
+        if self._contents is not None:
+            del self._contents[block.block_id]
+
+    def publish(self, request: Request, num_tokens: int, *, before_computed: bool = False) -> Sequence[BlockHash]:
+        """Make the request's full blocks within its first ``num_tokens`` tokens findable.
+
+        Returns the hashes of those that were not settled before, and are now found: in these blocks or in others
+        (under the check of token ids perhaps hidden behind a block with the same hash and other tokens).
+
+        Only full blocks are hashed: a block that still grows would change its name with every token. Of two
+        blocks with the same content the first one published is found; the other stays private until freed.
+        Raises InvariantError for tokens that are not computed: what others find must be there. Only the unsafe
+        policy that shows what happens otherwise asks for ``before_computed``.
+        """
+        if num_tokens > request.num_computed_tokens and not before_computed:
+            raise InvariantError(
+                f"request {request.request_id!r} would publish {num_tokens} tokens "
+                f"and has computed {request.num_computed_tokens}"
+            )
+        table = self._tables.get(request.request_id)
+        if not self.enable_prefix_caching or table is None:
+            return ()
+        first, last = table.num_settled, num_tokens // self.block_size
+        if last <= first:
+            return ()
+        table.chain.extend_to(request.token_ids)
+        hashes, blocks, index = table.chain.hashes, table.blocks, self.index
+        published: list[int] = []  # places in the table
+        duplicated: list[tuple[int, int]] = []  # place, the twin that is found
+        for position in range(first, last):
+            block, block_hash = blocks[position], hashes[position]
+            twin = index.get(block_hash)
+            if twin is None:
+                index.insert(block_hash, block.block_id)
+                block.block_hash = block_hash
+                self._duplicates.discard(block.block_id)  # its twin was evicted since
+                published.append(position)
+            elif twin != block.block_id and block.block_id not in self._duplicates:
+                # No news otherwise: this very block is found, as another sample published it or it was adopted; or
+                # its twin was reported.
+                duplicated.append((position, twin))
+                self._duplicates.add(block.block_id)
+        table.num_settled = last
+        if self._contents is not None:
+            for position in published:
+                self._contents[blocks[position].block_id] = self._content(request, table, position)
+            duplicated = self._without_collisions(request, table, duplicated)
+        if published:
+            self._emit(self._published_event(request, table, published))
+        if duplicated:
+            places, twins = zip(*duplicated, strict=True)
+            self._emit(
+                ev.BlocksDuplicated(
+                    request.request_id,
+                    tuple([blocks[position].block_id for position in places]),
+                    twins,
+                    tuple([hashes[position].hex() for position in places]),
+                )
+            )
+        return hashes[first:last]
+
+    @staticmethod
+    def _published_event(request: Request, table: _BlockTable, published: list[int]) -> ev.BlocksPublished:
+        """Say what was published. In a run of neighbours each block's parent is the one just before."""
+        hashes = table.chain.hashes
+        start, end = published[0], published[-1] + 1
+        names = ["" if start == 0 else hashes[start - 1].hex(), *[h.hex() for h in hashes[start:end]]]
+        return ev.BlocksPublished(
+            request.request_id,
+            tuple([table.blocks[position].block_id for position in published]),
+            tuple([names[position - start + 1] for position in published]),
+            tuple([names[position - start] for position in published]),
+            tuple(published),
+        )
+
+    def _without_collisions(
+        self, request: Request, table: _BlockTable, duplicated: list[tuple[int, int]]
+    ) -> list[tuple[int, int]]:
+        """Drop those whose twin only shares the hash, and say so. Their blocks stay private, as a duplicate does."""
+        assert self._contents is not None
+        rest = []
+        for position, twin in duplicated:
+            held, mine = self._contents[twin], self._content(request, table, position)
+            if held.same_as(mine):
+                rest.append((position, twin))
+                table.contents[position] = held  # one object from here on: the next comparison ends here
+            else:
+                block_hash = table.chain.hashes[position]
+                self._emit_collision(request, Collision(twin, block_hash, mine.token_ids, held.token_ids))
+        return rest
+
+    def prompt_is_published(self, request: Request) -> bool:
+        """Whether all full blocks of the request's prompt were published, or hit, or have a published twin."""
+        table = self._tables.get(request.request_id)
+        return table is not None and table.num_settled >= request.num_prompt_tokens // self.block_size
+
+    def free(self, request: Request) -> None:
+        """Let go of the request's whole block table, from its tail to its head.
+
+        What was published stays findable until it is popped. A request that holds nothing is fine.
+        """
+        table = self._tables.pop(request.request_id, None)
+        if table is None or not table.blocks:
+            return
+        freed, still_held = self.pool.drop_all(table.blocks[::-1])
+        if self._duplicates:
+            self._duplicates.difference_update([block.block_id for block in freed])
+        placement = self.eviction.place(freed)
+        placed = {*placement.to_front, *placement.to_back}
+        if placed != set(freed) or len(placement.to_front) + len(placement.to_back) != len(freed):
+            name = type(self.eviction).__name__
+            raise InvariantError(f"eviction policy {name} did not place each freed block once")
+        self.pool.free_queue.prepend_all(placement.to_front)
+        self.pool.free_queue.append_all(placement.to_back)
+        self._emit(
+            ev.BlocksFreed(
+                request.request_id,
+                tuple([block.block_id for block in placement.to_front]),
+                tuple([block.block_id for block in placement.to_back]),
+                tuple([block.block_id for block in still_held]),
+            )
+        )
+
+    def reset(self) -> bool:
+        """Forget every published block. Returns False, with nothing changed, while any block is in use."""
+        if self.pool.num_free != self.pool.num_blocks:
+            return False
+        forgotten = [block for block in self.pool.blocks if block.block_hash is not None]
+        for block in forgotten:
+            self._forget_hash(block)
+        self._emit(ev.CacheReset(tuple(block.block_id for block in forgotten)))
+        return True
+
+    def _table(self, request: Request) -> _BlockTable:
+        """Return the request's block table, with all its full blocks hashed.
+
+        An empty one is kept from the first look-up on, so that a request that must wait is hashed once.
+        """
+        table = self._tables.get(request.request_id)
+        if table is None:
+            table = _BlockTable(HashChain(self.block_size, request.extra_keys, self.hasher))
+            self._tables[request.request_id] = table
+        if self.enable_prefix_caching:
+            table.chain.extend_to(request.token_ids)
+        return table
+
+    # -- Books ---------------------------------------------------------------------------------------------
+
+    def check_invariants(self) -> None:
+        """Raise InvariantError if counts, free queue, index and block tables contradict each other."""
+        users = Counter(block.block_id for table in self._tables.values() for block in table.blocks)
+        free_ids = [block.block_id for block in self.pool.free_queue]
+        if len(set(free_ids)) != len(free_ids) or len(free_ids) != self.pool.num_free:
+            raise InvariantError("the free queue holds a block twice, or its length is wrong")
+        in_queue = set(free_ids)
+        hashed: dict[int, bytes] = {}
+        for block in self.pool.blocks:
+            if block.ref_count != users[block.block_id]:
+                raise InvariantError(f"{block!r} is in {users[block.block_id]} block tables")
+            if (block.ref_count == 0) != (block.block_id in in_queue):
+                raise InvariantError(f"{block!r} is in the free queue and in use, or in neither")
+            if block.block_hash is not None:
+                hashed[block.block_id] = block.block_hash
+        if dict(map(reversed, self.index.items())) != hashed:  # type: ignore[arg-type]
+            raise InvariantError("the prefix index differs from the blocks' hashes")
+        self._check_shared_places()
+        if not self._duplicates <= users.keys() or not self._duplicates.isdisjoint(hashed):
+            raise InvariantError("a block that is a duplicate is in no block table, or is published itself")
+        for request_id, table in self._tables.items():
+            for block, block_hash in zip(table.blocks, table.chain.hashes, strict=False):
+                if block.block_hash is not None and block.block_hash != block_hash:
+                    raise InvariantError(f"request {request_id!r} holds {block!r} under another hash")
+        if self._contents is not None and self._contents.keys() != hashed.keys():
+            raise InvariantError("the check of token ids knows other blocks than those that are published")
+        if self.pool.scratch.ref_count or self.pool.scratch.block_hash is not None:
+            raise InvariantError("the scratch block was handed out")
+
+    def _check_shared_places(self) -> None:
+        """Raise InvariantError for a block that samples share at two places of their tables.
+
+        A published block may stand at two places, but only where a collision of hashes was served unchecked.
+        """
+        places: dict[int, int] = {}
+        for table in self._tables.values():
+            for place, block in enumerate(table.blocks):
+                if block.block_hash is None and places.setdefault(block.block_id, place) != place:
+                    raise InvariantError(f"{block!r} is block {place} of one request and another of a second")

@@ -1,0 +1,131 @@
+"""What the engine asks of a coordinator, in the order of a request's life.
+
+The base class is the coordinator that coordinates nothing: a subclass overrides what it needs.
+Knows request ids, hashes of blocks and what a coordinator may be told. Must not know block ids, the scheduler's lists or time.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from minivllm.cache.block_hash import BlockHash
+from minivllm.coordination.release import ReleasePolicy
+from minivllm.cost import CostModel
+from minivllm.errors import UnknownRequestError
+from minivllm.log import events as ev
+from minivllm.request import Request, RequestState
+
+if TYPE_CHECKING:
+    from minivllm.coordination.single_flight import Flight
+
+
+class Role(enum.Enum):
+    """What a request is to the coordinator when it arrives."""
+
+    INDEPENDENT = "independent"
+    LEADER = "leader"
+    FOLLOWER = "follower"
+
+
+@dataclass(frozen=True, slots=True)
+class LetGo:
+    """Who need not wait any more: requests that the scheduler may admit now."""
+
+    request_ids: tuple[str, ...] = ()
+
+
+NOBODY = LetGo()
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What a coordinator may know of a request that is about to be admitted.
+
+    ``hashes`` is the request's hash chain; its first ``num_found`` blocks are published, and at most
+    ``num_usable`` can be used. ``chunk_limit`` and ``budget`` are the most tokens of a request and of all in a step,
+    ``budget_left`` is what this step has left.
+    """
+
+    hashes: Sequence[BlockHash]
+    num_found: int
+    num_usable: int
+    block_size: int
+    chunk_limit: int
+    budget: int
+    budget_left: int
+
+
+class Coordinator:
+    """What the engine asks, in the order of a request's life. Each call says who may go on. Make yours a subclass.
+
+    The base of all coordinators: nobody waits for anybody, and only ids are kept. ``flights`` and
+    ``released_request_ids`` are the books of a single flight, ``awaiting`` says behind whom a request is held that
+    waits for a shared prefix: they are there, and empty, in every coordinator.
+    """
+
+    name = "base"
+    cost: CostModel | None = None
+    """For coordinators that predict times. The engine sets that of its runner, if none is given."""
+
+    def __init__(self, release: ReleasePolicy, emit: Callable[[ev.Event], None]) -> None:
+        self.release = release
+        self.flights: dict[int, Flight] = {}
+        self.released_request_ids: set[str] = set()
+        self.awaiting: dict[str, str] = {}
+        self._emit = emit
+        self._request_ids: set[str] = set()
+
+    def arrive(self, request: Request) -> Role:
+        """A request came in; the answer says whether it is held."""
+        self._request_ids.add(request.request_id)
+        return Role.INDEPENDENT
+
+    def who_computes(self, block_hash: BlockHash) -> str | None:
+        """Return the running request that computes this block and has not published it. Changes nothing."""
+        return None
+
+    def may_admit(self, request: Request, outlook: Outlook) -> bool:
+        """Whether a waiting request may run now. If not, it is held until a call's answer lets it go."""
+        return True
+
+    def admitted(self, request: Request, hashes: Sequence[BlockHash]) -> None:
+        """A request runs, and will compute the prompt blocks with these hashes. Preempted ones come again."""
+
+    def preempted(self, request_id: str) -> LetGo:
+        """A running request gave its blocks up; what it had not published will come later, or never."""
+        return NOBODY
+
+    def wants_blocks(self, request_id: str) -> bool:
+        """Shall the prompt blocks that the request has computed be published now? Changes nothing."""
+        return False
+
+    def published(self, request_id: str, hashes: Sequence[BlockHash]) -> LetGo:
+        """Blocks with these hashes, of the request's own chain, are found from now on."""
+        return NOBODY
+
+    def wants_prompt(self, request_id: str) -> bool:
+        """The request's prompt is computed: shall it be published now? Changes nothing."""
+        return False
+
+    def prompt_published(self, request_id: str) -> LetGo:
+        """The prompt that `wants_prompt` asked for is published."""
+        return NOBODY
+
+    def request_ended(self, request_id: str, end: RequestState, *, prompt_is_published: bool) -> LetGo:
+        """A request ended, in whatever way. Raises UnknownRequestError for an id that is not in the books."""
+        if request_id not in self._request_ids:
+            raise UnknownRequestError(f"request {request_id!r} ended but never arrived")
+        self._request_ids.remove(request_id)
+        return NOBODY
+
+    def check_invariants(self) -> None:
+        """Raise InvariantError if the books do not add up."""
+
+
+class IndependentCoordinator(Coordinator):
+    """Nobody waits for anybody; publication is left to the publication policy."""
+
+    name = "independent"

@@ -1,0 +1,154 @@
+"""Who computes, who waits, until when.
+
+Identical prompts that arrive together would each compute the same K/V, because nothing is published yet. Under
+single flight the first becomes the leader of a flight; the others are its followers and are held until the
+leader has published. What is shared is the computation of the prompt, never the answer: each follower decodes
+with its own sampling.
+
+    arrive ──► leader ──────────────► prompt published ──► flight over, followers released   (after prefill)
+          └──► follower (held) ─┘     request ended ─────► flight over, followers released   (on completion)
+                                      ended too early ───► the oldest follower leads
+
+A flight exists only while somebody waits or may come to wait: releasing removes the flight and its index entry.
+Of requests that were let go but have not ended, only the ids are kept, so that an end can still be told from an
+unknown id. Knows request ids, keys and flights; must not know blocks, the scheduler's lists or time. The design,
+with its two ways of release, is that of mini-vllm-rs.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from minivllm.coordination.coordinator import NOBODY, Coordinator, LetGo, Role
+from minivllm.coordination.release import ReleasePolicy
+from minivllm.errors import InvariantError, UnknownRequestError
+from minivllm.log import events as ev
+from minivllm.request import ExtraKeys, Request, RequestState
+
+FlightKey = tuple[tuple[int, ...], ExtraKeys]
+"""Exact prompt token ids and extra keys: never across salts or adapters."""
+
+
+@dataclass(slots=True)
+class Flight:
+    """Identical prompts on their way: one leads, the followers are held, oldest first.
+
+    ``followers`` is a dictionary used as an ordered set: the first leaves, and any other, in constant time.
+    """
+
+    flight_id: int
+    key: FlightKey
+    leader_id: str
+    followers: OrderedDict[str, None]
+
+
+class PrefixCacheFlightCoordinator(Coordinator):
+    """Single flight for identical prompts.
+
+    ``flights`` maps a flight's id to the flight; ``released_request_ids`` are requests that were let go (a
+    leader after its prefill, followers) and have not ended yet.
+    """
+
+    name = "single-flight"
+
+    def __init__(self, release: ReleasePolicy, emit: Callable[[ev.Event], None]) -> None:
+        super().__init__(release, emit)
+        self._flight_by_key: dict[FlightKey, Flight] = {}
+        self._flight_by_request: dict[str, Flight] = {}
+        self._next_flight_id = 0
+
+    def arrive(self, request: Request) -> Role:
+        """Join the flight of this prompt and these extra keys, or open it."""
+        key = (request.prompt_token_ids, request.extra_keys)
+        flight = self._flight_by_key.get(key)
+        if flight is None:
+            flight = Flight(self._next_flight_id, key, request.request_id, OrderedDict())
+            self._next_flight_id += 1
+            self.flights[flight.flight_id] = flight
+            self._flight_by_key[key] = flight
+            self._flight_by_request[request.request_id] = flight
+            self._emit(ev.FlightOpened(flight.flight_id, request.request_id))
+            return Role.LEADER
+        flight.followers[request.request_id] = None
+        self._flight_by_request[request.request_id] = flight
+        self._emit(ev.FlightJoined(flight.flight_id, flight.leader_id, request.request_id))
+        return Role.FOLLOWER
+
+    def wants_prompt(self, request_id: str) -> bool:
+        """Whether this is the leader of an open flight that is released after prefill."""
+        flight = self._flight_by_request.get(request_id)
+        return (
+            flight is not None and flight.leader_id == request_id and self.release.after_prefill(len(flight.followers))
+        )
+
+    def prompt_published(self, request_id: str) -> LetGo:
+        """Close the leader's flight and release its followers.
+
+        Raises UnknownRequestError if the request leads no flight.
+        """
+        flight = self._flight_by_request.get(request_id)
+        if flight is None or flight.leader_id != request_id:
+            raise UnknownRequestError(f"request {request_id!r} published its prompt but leads no flight")
+        self.released_request_ids.add(request_id)
+        return self._close(flight, "prefill")
+
+    def request_ended(self, request_id: str, end: RequestState, *, prompt_is_published: bool) -> LetGo:
+        """Take a request out of the books.
+
+        A follower leaves quietly. A leader that ended normally, or whose prompt is published already, has done
+        what the others wait for: they are released. Otherwise the oldest follower leads, and is let go alone.
+        Raises UnknownRequestError for an id that is no leader, no follower and was not released.
+        """
+        if request_id in self.released_request_ids:
+            self.released_request_ids.remove(request_id)
+            return NOBODY
+        flight = self._flight_by_request.get(request_id)
+        if flight is None:
+            raise UnknownRequestError(
+                f"request {request_id!r} ended but is no leader, no follower and was not released"
+            )
+        if flight.leader_id != request_id:
+            del flight.followers[request_id], self._flight_by_request[request_id]
+            self._emit(ev.FlightLeft(flight.flight_id, request_id))
+            return NOBODY
+        if end is RequestState.FINISHED or prompt_is_published or not flight.followers:
+            return self._close(flight, end.value)
+        return self._hand_over(flight)
+
+    def _close(self, flight: Flight, reason: str) -> LetGo:
+        """Remove the flight and its index entries; its followers are released."""
+        followers = tuple(flight.followers)
+        del self.flights[flight.flight_id], self._flight_by_key[flight.key]
+        for request_id in (flight.leader_id, *followers):
+            del self._flight_by_request[request_id]
+        self.released_request_ids.update(followers)
+        self._emit(ev.FlightReleased(flight.flight_id, flight.leader_id, followers, reason))
+        return LetGo(followers)
+
+    def _hand_over(self, flight: Flight) -> LetGo:
+        """Make the oldest follower the leader; the others wait for it."""
+        old = flight.leader_id
+        del self._flight_by_request[old]
+        flight.leader_id, _ = flight.followers.popitem(last=False)
+        self._emit(ev.FlightHandedOver(flight.flight_id, old, flight.leader_id))
+        return LetGo((flight.leader_id,))
+
+    def check_invariants(self) -> None:
+        """Raise InvariantError if flights, their index and the released ids contradict each other."""
+        members: dict[str, Flight] = {}
+        for flight_id, flight in self.flights.items():
+            if flight.flight_id != flight_id or self._flight_by_key.get(flight.key) is not flight:
+                raise InvariantError(f"flight {flight_id} is not found by its id and key")
+            for request_id in (flight.leader_id, *flight.followers):
+                if request_id in members:
+                    raise InvariantError(f"request {request_id!r} is in two flights")
+                members[request_id] = flight
+        if len(self._flight_by_key) != len(self.flights):
+            raise InvariantError("the index of flights has an entry without a flight")
+        if members != self._flight_by_request:
+            raise InvariantError("the index of requests differs from the flights")
+        both = self.released_request_ids & members.keys()
+        if both:
+            raise InvariantError(f"requests {sorted(both)} are released and still in a flight")
