@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from minivllm import EngineCore
+from minivllm import EngineCore, replay
 from minivllm.cache.eviction.policy import EvictionPolicy
-from minivllm.log import replay
 from minivllm.log.event import EVENT_KINDS
 from minivllm.log.events import BlocksEvicted, BlocksFreed, BlocksHit, BlocksPublished, HashCollision
 from minivllm.step import ScheduledStep

@@ -11,9 +11,8 @@ import threading
 import time
 from collections import Counter
 
-from minivllm import Engine, EngineConfig, Handle, VirtualRunner
+from minivllm import Engine, EngineConfig, Handle, VirtualRunner, replay
 from minivllm.errors import RequestFailedError, RowError
-from minivllm.log import replay
 from tests.faults.runner import FaultyRunner, Trouble
 from tests.faults.runs import PATIENCE, random_prompt, random_sampling
 from tests.faults.watchdog import Hang, stacks

@@ -21,10 +21,9 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
 
-from minivllm import Engine, EngineConfig, EngineCore, Sampling, Submission
+from minivllm import Engine, EngineConfig, EngineCore, Sampling, Submission, replay
 from minivllm.errors import ConfigError, InvalidRequestError, InvariantError, ModelError
 from minivllm.log import events as ev
-from minivllm.log import replay
 from minivllm.models.adapters import CONFIG, WEIGHTS, Adapters, make_adapter
 from minivllm.models.load import LoadedModel, load_model
 from minivllm.request import Request

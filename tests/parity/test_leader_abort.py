@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from minivllm import EngineConfig, EngineCore, Sampling, Submission
-from minivllm.log import replay
+from minivllm import EngineConfig, EngineCore, Sampling, Submission, replay
 from minivllm.models.load import LoadedModel, load_model
 from minivllm.request import Request, RequestState
 from minivllm.runners.mlx import MLXRunner

@@ -17,9 +17,8 @@ import mlx.core as mx  # isort: skip
 import numpy as np
 import pytest
 
-from minivllm import EngineConfig, EngineCore, Sampling, Submission
+from minivllm import EngineConfig, EngineCore, Sampling, Submission, replay
 from minivllm.errors import RowError
-from minivllm.log import replay
 from minivllm.models.adapters import CONFIG, WEIGHTS, Adapters
 from minivllm.models.load import LoadedModel, load_model
 from minivllm.request import Request, RequestState

@@ -12,10 +12,9 @@ import mlx.core as mx  # isort: skip
 import numpy as np
 import pytest
 
-from minivllm import EngineConfig, EngineCore, Sampling
+from minivllm import EngineConfig, EngineCore, Sampling, replay
 from minivllm.errors import InvariantError
 from minivllm.log import events as ev
-from minivllm.log import replay
 from minivllm.models.load import LoadedModel, load_model
 from minivllm.request import Request, RequestState
 from minivllm.runners.mlx import MLXRunner

@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from minivllm import EngineConfig, EngineCore
+from minivllm import EngineConfig, EngineCore, replay
 from minivllm.log import events as ev
-from minivllm.log import replay
 from minivllm.scheduling.policies import ADMISSIONS
 from tests.property.actions import COORDINATIONS, SCHEDULINGS
 from tests.property.models import SlotRunner, SlowCache

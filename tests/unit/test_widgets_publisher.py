@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from minivllm import Engine, EngineConfig, EngineCore, VirtualRunner
-from minivllm.log import replay
+from minivllm import Engine, EngineConfig, EngineCore, VirtualRunner, replay
 from minivllm.log.event_log import EventLog
 from minivllm.log.events import TokenOut
 from widgets.publisher import (
