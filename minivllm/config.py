@@ -138,6 +138,11 @@ class EngineConfig:
         return _resolve("scheduling policy", self.scheduling, SCHEDULING_POLICIES, "rank")
 
     @property
+    def chunk_limit(self) -> int:
+        """The most tokens of one request in a step."""
+        return self.long_prefill_token_threshold or self.max_num_batched_tokens
+
+    @property
     def num_reserved_blocks(self) -> int:
         """The watermark in blocks."""
         return int(self.watermark * self.num_blocks)
@@ -149,6 +154,14 @@ class EngineConfig:
             if name not in known:
                 raise UnknownNameError(f"no setting is called {name!r}; {nearest(name, known)}")
         return dataclasses.replace(self, **changes)
+
+    def with_policies(self, publication: Any = None, coordination: Any = None, release: Any = None) -> EngineConfig:
+        """Return a copy with other policies (None: as before). Consent to an unsafe policy ends when that one leaves."""
+        given = {"publication": publication, "coordination": coordination, "release": release}
+        changes = {name: policy for name, policy in given.items() if policy is not None}
+        if publication is not None and self.allow_unsafe not in (*PUBLICATION_POLICIES, policy_name(publication)):
+            changes["allow_unsafe"] = ""
+        return self.replace(**changes)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the settings as plain JSON values, policies by their names."""

@@ -6,7 +6,6 @@ Knows request ids, hashes of blocks and what a coordinator may be told. Must not
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,28 +15,17 @@ from minivllm.coordination.release import ReleasePolicy
 from minivllm.cost import CostModel
 from minivllm.errors import UnknownRequestError
 from minivllm.log import events as ev
+from minivllm.log.states import Role
 from minivllm.request import Request, RequestState
 
 if TYPE_CHECKING:
     from minivllm.coordination.single_flight import Flight
 
 
-class Role(enum.Enum):
-    """What a request is to the coordinator when it arrives."""
+Released = tuple[str, ...]
+"""Ids of held requests that need not wait any more: the scheduler may admit them now."""
 
-    INDEPENDENT = "independent"
-    LEADER = "leader"
-    FOLLOWER = "follower"
-
-
-@dataclass(frozen=True, slots=True)
-class LetGo:
-    """Who need not wait any more: requests that the scheduler may admit now."""
-
-    request_ids: tuple[str, ...] = ()
-
-
-NOBODY = LetGo()
+NOBODY: Released = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +47,7 @@ class Outlook:
 
 
 class Coordinator:
-    """What the engine asks, in the order of a request's life. Each call says who may go on. Make yours a subclass.
+    """What the engine asks, in the order of a request's life. Each call returns who is released. Make yours a subclass.
 
     The base of all coordinators: nobody waits for anybody, and only ids are kept. ``flights`` and
     ``released_request_ids`` are the books of a single flight, ``awaiting`` says behind whom a request is held that
@@ -94,7 +82,7 @@ class Coordinator:
     def admitted(self, request: Request, hashes: Sequence[BlockHash]) -> None:
         """A request runs, and will compute the prompt blocks with these hashes. Preempted ones come again."""
 
-    def preempted(self, request_id: str) -> LetGo:
+    def preempted(self, request_id: str) -> Released:
         """A running request gave its blocks up; what it had not published will come later, or never."""
         return NOBODY
 
@@ -102,7 +90,7 @@ class Coordinator:
         """Shall the prompt blocks that the request has computed be published now? Changes nothing."""
         return False
 
-    def published(self, request_id: str, hashes: Sequence[BlockHash]) -> LetGo:
+    def published(self, request_id: str, hashes: Sequence[BlockHash]) -> Released:
         """Blocks with these hashes, of the request's own chain, are found from now on."""
         return NOBODY
 
@@ -110,11 +98,11 @@ class Coordinator:
         """The request's prompt is computed: shall it be published now? Changes nothing."""
         return False
 
-    def prompt_published(self, request_id: str) -> LetGo:
+    def prompt_published(self, request_id: str) -> Released:
         """The prompt that `wants_prompt` asked for is published."""
         return NOBODY
 
-    def request_ended(self, request_id: str, end: RequestState, *, prompt_is_published: bool) -> LetGo:
+    def request_ended(self, request_id: str, end: RequestState, *, prompt_is_published: bool) -> Released:
         """A request ended, in whatever way. Raises UnknownRequestError for an id that is not in the books."""
         if request_id not in self._request_ids:
             raise UnknownRequestError(f"request {request_id!r} ended but never arrived")

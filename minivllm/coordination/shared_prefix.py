@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from minivllm.cache.block_hash import BlockHash
-from minivllm.coordination.coordinator import NOBODY, Coordinator, LetGo, Outlook
+from minivllm.coordination.coordinator import NOBODY, Coordinator, Outlook, Released
 from minivllm.coordination.release import ReleasePolicy
 from minivllm.errors import InvariantError
 from minivllm.log import events as ev
@@ -123,7 +123,7 @@ class SharedPrefixCoordinator(Coordinator):
         leader = self._leaders.get(request_id)
         return leader is not None and bool(leader.followers)
 
-    def published(self, request_id: str, hashes: Sequence[BlockHash]) -> LetGo:
+    def published(self, request_id: str, hashes: Sequence[BlockHash]) -> Released:
         """Followers go on to the next block that their leader computes, or are released."""
         for block_hash in hashes:
             for owner in self._computing.pop(block_hash, ()):
@@ -151,11 +151,11 @@ class SharedPrefixCoordinator(Coordinator):
         self._await(follower, leader_id)
         return True
 
-    def preempted(self, request_id: str) -> LetGo:
+    def preempted(self, request_id: str) -> Released:
         """Its followers look again: it may be long until it runs."""
         return self._gone(request_id, "preempted")
 
-    def request_ended(self, request_id: str, end: RequestState, *, prompt_is_published: bool) -> LetGo:
+    def request_ended(self, request_id: str, end: RequestState, *, prompt_is_published: bool) -> Released:
         """A follower leaves quietly; of a leader the followers look again."""
         super().request_ended(request_id, end, prompt_is_published=prompt_is_published)
         if request_id in self._followers:
@@ -168,7 +168,7 @@ class SharedPrefixCoordinator(Coordinator):
             return NOBODY
         return self._gone(request_id, "ended")
 
-    def _gone(self, request_id: str, reason: str) -> LetGo:
+    def _gone(self, request_id: str, reason: str) -> Released:
         """A request that may have been computing does so no more."""
         leader = self._leaders.get(request_id)
         if leader is None:
@@ -189,13 +189,13 @@ class SharedPrefixCoordinator(Coordinator):
         del self._leaders[request_id]
         return let_go
 
-    def _release(self, request_ids: list[str], leader_id: str, reason: str) -> LetGo:
+    def _release(self, request_ids: list[str], leader_id: str, reason: str) -> Released:
         if not request_ids:
             return NOBODY
         for request_id in request_ids:
             self._forget(request_id)
         self._emit(ev.PrefixReleased(tuple(request_ids), leader_id, reason))
-        return LetGo(tuple(request_ids))
+        return tuple(request_ids)
 
     def _forget(self, follower_id: str) -> None:
         del self._followers[follower_id]

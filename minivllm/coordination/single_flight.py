@@ -21,14 +21,21 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from minivllm.coordination.coordinator import NOBODY, Coordinator, LetGo, Role
+from minivllm.coordination.coordinator import NOBODY, Coordinator, Released
 from minivllm.coordination.release import ReleasePolicy
 from minivllm.errors import InvariantError, UnknownRequestError
 from minivllm.log import events as ev
+from minivllm.log.states import FLIGHT_TRANSITIONS, FlightAction, Role
 from minivllm.request import ExtraKeys, Request, RequestState
 
 FlightKey = tuple[tuple[int, ...], ExtraKeys]
 """Exact prompt token ids and extra keys: never across salts or adapters."""
+
+
+_REFUSALS = {
+    FlightAction.PUBLISH: "request {request_id!r} published its prompt but leads no flight",
+    FlightAction.END: "request {request_id!r} ended but is no leader, no follower and was not released",
+}
 
 
 @dataclass(slots=True)
@@ -76,40 +83,51 @@ class PrefixCacheFlightCoordinator(Coordinator):
         self._emit(ev.FlightJoined(flight.flight_id, flight.leader_id, request.request_id))
         return Role.FOLLOWER
 
+    def role_of(self, request_id: str) -> Role:
+        """Return what the request is to single flight now."""
+        if request_id in self.released_request_ids:
+            return Role.RELEASED
+        flight = self._flight_by_request.get(request_id)
+        if flight is None:
+            return Role.INDEPENDENT
+        return Role.LEADER if flight.leader_id == request_id else Role.FOLLOWER
+
+    def _check(self, request_id: str, action: FlightAction) -> Role:
+        """Return the request's role. Raises UnknownRequestError for what `FLIGHT_TRANSITIONS` does not have."""
+        role = self.role_of(request_id)
+        if (role, action) not in FLIGHT_TRANSITIONS:
+            raise UnknownRequestError(_REFUSALS[action].format(request_id=request_id))
+        return role
+
     def wants_prompt(self, request_id: str) -> bool:
         """Whether this is the leader of an open flight that is released after prefill."""
-        flight = self._flight_by_request.get(request_id)
-        return (
-            flight is not None and flight.leader_id == request_id and self.release.after_prefill(len(flight.followers))
-        )
+        if self.role_of(request_id) is not Role.LEADER:
+            return False
+        return self.release.after_prefill(len(self._flight_by_request[request_id].followers))
 
-    def prompt_published(self, request_id: str) -> LetGo:
+    def prompt_published(self, request_id: str) -> Released:
         """Close the leader's flight and release its followers.
 
         Raises UnknownRequestError if the request leads no flight.
         """
-        flight = self._flight_by_request.get(request_id)
-        if flight is None or flight.leader_id != request_id:
-            raise UnknownRequestError(f"request {request_id!r} published its prompt but leads no flight")
+        self._check(request_id, FlightAction.PUBLISH)
+        released = self._close(self._flight_by_request[request_id], "prefill")
         self.released_request_ids.add(request_id)
-        return self._close(flight, "prefill")
+        return released
 
-    def request_ended(self, request_id: str, end: RequestState, *, prompt_is_published: bool) -> LetGo:
-        """Take a request out of the books.
+    def request_ended(self, request_id: str, end: RequestState, *, prompt_is_published: bool) -> Released:
+        """Forget a request.
 
-        A follower leaves quietly. A leader that ended normally, or whose prompt is published already, has done
-        what the others wait for: they are released. Otherwise the oldest follower leads, and is let go alone.
+        A follower leaves without a trace. A leader that ended normally, or whose prompt is published already, has
+        done what the others wait for: they are released. Otherwise the oldest follower leads, and is released alone.
         Raises UnknownRequestError for an id that is no leader, no follower and was not released.
         """
-        if request_id in self.released_request_ids:
+        role = self._check(request_id, FlightAction.END)
+        if role is Role.RELEASED:
             self.released_request_ids.remove(request_id)
             return NOBODY
-        flight = self._flight_by_request.get(request_id)
-        if flight is None:
-            raise UnknownRequestError(
-                f"request {request_id!r} ended but is no leader, no follower and was not released"
-            )
-        if flight.leader_id != request_id:
+        flight = self._flight_by_request[request_id]
+        if role is Role.FOLLOWER:
             del flight.followers[request_id], self._flight_by_request[request_id]
             self._emit(ev.FlightLeft(flight.flight_id, request_id))
             return NOBODY
@@ -117,7 +135,7 @@ class PrefixCacheFlightCoordinator(Coordinator):
             return self._close(flight, end.value)
         return self._hand_over(flight)
 
-    def _close(self, flight: Flight, reason: str) -> LetGo:
+    def _close(self, flight: Flight, reason: str) -> Released:
         """Remove the flight and its index entries; its followers are released."""
         followers = tuple(flight.followers)
         del self.flights[flight.flight_id], self._flight_by_key[flight.key]
@@ -125,15 +143,15 @@ class PrefixCacheFlightCoordinator(Coordinator):
             del self._flight_by_request[request_id]
         self.released_request_ids.update(followers)
         self._emit(ev.FlightReleased(flight.flight_id, flight.leader_id, followers, reason))
-        return LetGo(followers)
+        return followers
 
-    def _hand_over(self, flight: Flight) -> LetGo:
+    def _hand_over(self, flight: Flight) -> Released:
         """Make the oldest follower the leader; the others wait for it."""
         old = flight.leader_id
         del self._flight_by_request[old]
         flight.leader_id, _ = flight.followers.popitem(last=False)
         self._emit(ev.FlightHandedOver(flight.flight_id, old, flight.leader_id))
-        return LetGo((flight.leader_id,))
+        return (flight.leader_id,)
 
     def check_invariants(self) -> None:
         """Raise InvariantError if flights, their index and the released ids contradict each other."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from minivllm.cache.block_hash import BlockHash
-from minivllm.coordination.coordinator import LetGo, Outlook
+from minivllm.coordination.coordinator import Outlook, Released
 from minivllm.coordination.release import ReleasePolicy
 from minivllm.coordination.shared_prefix import Prediction, SharedPrefixCoordinator
 from minivllm.cost import CostModel
@@ -126,7 +126,7 @@ class WaitOrRecompute(SharedPrefixCoordinator):
             self._emit(chosen)
         super().admitted(request, hashes)
 
-    def request_ended(self, request_id: str, end: RequestState, *, prompt_is_published: bool) -> LetGo:
+    def request_ended(self, request_id: str, end: RequestState, *, prompt_is_published: bool) -> Released:
         """Forget what was chosen and never came to be."""
         self._chosen.pop(request_id, None)
         return super().request_ended(request_id, end, prompt_is_published=prompt_is_published)

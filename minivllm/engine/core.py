@@ -1,30 +1,29 @@
-"""The engine: a step is schedule, run, publish, tell.
+"""The engine's core: a step is schedule, execute, publish, output.
 
     submit ─► arrive ─► coordinator ─► waiting ─┐
                                                 ▼
-              ┌── schedule ─► Runner.execute ─► publish ─► coordinator ─► end ──┐
-              └─────────────────────────── next step ◄──────────────────────────┘
+              ┌── schedule ─► Runner.execute ─► publish ─► coordinator ─► output, end ──┐
+              └─────────────────────────── next step ◄──────────────────────────────────┘
 
-`EngineCore` is synchronous: whoever calls `step()` runs it, on the caller's thread. `engine_thread.py` puts one
-on a thread of its own. It knows every part and the order in which they are asked; it must not know what a runner
-computes, nor the rules of any policy.
+`EngineCore` is synchronous: whoever calls `step()` runs it, on the caller's thread. `engine.py` puts one on a thread
+of its own. It knows every part and the order in which they are asked; it must not know what a runner computes, nor
+the rules of any policy.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from minivllm.cache.block_hash import BlockHash
-from minivllm.cache.kv_cache_manager import ComputedBlocks, KVCacheManager
-from minivllm.cache.publication import PUBLICATION_POLICIES, Moment, is_safe
+from minivllm.cache.kv_cache_manager import KVCacheManager
 from minivllm.config import EngineConfig, policy_name
-from minivllm.coordination.coordinator import Coordinator, LetGo, Outlook, Role
-from minivllm.engine.input_processor import Door, Prepared, Submission, make_sampling
-from minivllm.engine.invariants import check_books, state_of
-from minivllm.engine.output import TextStream
+from minivllm.coordination.coordinator import Coordinator
+from minivllm.engine.input_processor import InputProcessor, Prepared, Submission, make_submission
+from minivllm.engine.invariants import check_engine, state_of
+from minivllm.engine.lifecycle import RequestLifecycle
+from minivllm.engine.output import Output, check_drawn
+from minivllm.engine.sharing import BlockSharing
 from minivllm.errors import (
     ConfigError,
     DuplicateRequestError,
@@ -40,20 +39,9 @@ from minivllm.errors import (
 from minivllm.log import events as ev
 from minivllm.log.event_log import EventLog
 from minivllm.log.state import State
-from minivllm.request import MultimodalItem, Request, RequestState, Sampling
-from minivllm.scheduling.scheduler import Scheduler, Verdict
+from minivllm.request import Request, RequestState, Sampling
+from minivllm.scheduling.scheduler import Scheduler
 from minivllm.step import Runner, ScheduledRow
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """What one request got in a step: a token with its text, or an end, or both."""
-
-    request_id: str
-    token_id: int | None
-    text: str
-    end: RequestState | None = None
-    error: BaseException | None = None
 
 
 class EngineCore:
@@ -63,10 +51,11 @@ class EngineCore:
     """
 
     def __init__(self, config: EngineConfig, runner: Runner, listener: Callable[[Output], None] | None = None) -> None:
-        self.config = config
         self.runner = runner
         self.log = EventLog(runner.clock.now_ms)
         self.requests: dict[str, Request] = {}
+        self.error: BaseException | None = None
+        self._listener = listener or (lambda output: None)
         self.manager = KVCacheManager(
             config.num_blocks,
             config.block_size,
@@ -77,6 +66,14 @@ class EngineCore:
             hasher=config.block_hash_policy,
             check_token_ids=config.check_token_ids,
         )
+        self._sharing = BlockSharing(
+            config,
+            runner,
+            self.manager,
+            self.requests,
+            lambda request_ids: self.scheduler.release(request_ids),
+            self.log.append,
+        )
         self.scheduler = Scheduler(
             self.manager,
             self.log.append,
@@ -86,23 +83,14 @@ class EngineCore:
             admission=config.admission,
             num_reserved_blocks=config.num_reserved_blocks,
             adoption=config.adoption,
-            watcher=self,
+            hooks=self._sharing,
         )
-        self.coordinator = self._make_coordinator(config)
-        self._check_is_safe(config)
-        self.error: BaseException | None = None
-        self._listener = listener or (lambda output: None)
-        self._texts: dict[str, TextStream] = {}
-        self._prefilled: set[str] = set()
-        self._deferred: dict[str, dict[str, tuple[int, Request]]] = {}  # who waits for tokens of whom
-        self._trigger_of: dict[str, str] = {}
-        self._late_samples: dict[str, list[Request]] = {}  # further samples of requests that have not arrived yet
-        self._all_samples: dict[str, tuple[str, ...]] = {}
-        self._in_flight: set[str] = set()  # ids that the coordinator knows
-        self._in_step = False
-        self._arrivals = itertools.count()
-        self._door = Door(config, runner)
+        self._input = InputProcessor(config, runner)
+        self._lifecycle = RequestLifecycle(
+            self.requests, runner, self.manager, self.scheduler, self._sharing, self.log, self._listener
+        )
         self._steps = itertools.count(1)
+        self._in_step = False
         self._closed = False
         runner.allocate(config.num_blocks, config.block_size)
         self.log.append(
@@ -120,44 +108,25 @@ class EngineCore:
             )
         )
 
-    def _make_coordinator(self, config: EngineConfig) -> Coordinator:
-        coordinator = config.coordination_policy(config.release_policy, self.log.append)
-        if getattr(coordinator, "cost", None) is None:
-            coordinator.cost = getattr(self.runner, "cost", None)
-        return coordinator
+    @property
+    def config(self) -> EngineConfig:
+        """The settings in force: `set_policies` changes some."""
+        return self._sharing.config
 
-    def _check_is_safe(self, config: EngineConfig) -> None:
-        """Raise ConfigError for a policy that would let a real model read K/V that was never computed."""
-        name = policy_name(config.publication_policy)
-        if self.runner.is_real and not is_safe(config.publication_policy) and config.allow_unsafe != name:
-            raise ConfigError(
-                f"publication {name!r} lets requests read K/V that was never computed; it is for teaching, on the "
-                f'virtual model, or with allow_unsafe="{name}" on {self.runner.name!r}'
-            )
+    @property
+    def coordinator(self) -> Coordinator:
+        """Who computes, who waits, until when."""
+        return self._sharing.coordinator
 
-    # -- The door ------------------------------------------------------------------------------------------
+    # -- Submitting ----------------------------------------------------------------------------------------
 
-    def submit(
-        self,
-        prompt: str | Sequence[int],
-        sampling: Sampling | None = None,
-        *,
-        request_id: str | None = None,
-        cache_salt: str | None = None,
-        after: tuple[str, int] | None = None,
-        adapter: str | None = None,
-        multimodal: Sequence[MultimodalItem] = (),
-        priority: int = 0,
-        **sampling_fields: Any,
-    ) -> Request:
-        """Hand one request in and return it. Fields of `Sampling` may be given by name instead.
+    def submit(self, prompt: str | Sequence[int], sampling: Sampling | None = None, **fields: Any) -> Request:
+        """Submit one request and return it. ``fields`` are those of `Submission`, or of `Sampling`.
 
         With ``n`` samples the first one's request is returned; `samples_of` names the others. Raises
         InvalidRequestError for one that can never run.
         """
-        chosen = make_sampling(sampling, sampling_fields)
-        submission = Submission(prompt, chosen, request_id, cache_salt, after, adapter, multimodal, priority)
-        return self.submit_batch([submission])[0]
+        return self.submit_batch([make_submission(prompt, sampling, fields)])[0]
 
     def samples_of(self, request_id: str) -> tuple[str, ...]:
         """Return the ids of all samples of a prompt, the first one first; only its own if there are no others.
@@ -165,10 +134,10 @@ class EngineCore:
         Raises UnknownRequestError for an id that was never submitted.
         """
         self._known(request_id)
-        return self._all_samples.get(request_id, (request_id,))
+        return self._lifecycle.samples_of(request_id)
 
     def submit_batch(self, submissions: Iterable[Submission]) -> list[Request]:
-        """Hand requests in together: all arrive before the next step, or, if one is refused, none does.
+        """Submit requests together: all arrive before the next step, or, if one is refused, none does.
 
         Returns the first sample's request of each.
         """
@@ -183,128 +152,38 @@ class EngineCore:
         InvalidRequestError, DuplicateRequestError or UnknownRequestError, and EngineDeadError or
         EngineClosedError if nothing can be submitted any more.
         """
-        self._check_open()
-        return self._door.prepare(submissions, lambda name: name in self.requests or name in reserved)
+        self.check_open()
+        return self._input.prepare(submissions, lambda name: name in self.requests or name in reserved)
 
     def enter(self, batch: Iterable[Prepared]) -> None:
         """Let prepared requests in together: those without a trigger arrive now, in this order.
 
         Raises DuplicateRequestError, with nothing changed, if an id was taken since they were prepared.
         """
-        self._check_open()
+        self.check_open()
         batch = list(batch)
+        requests = [request for prepared in batch for request in prepared.requests]
         entering: set[str] = set()
-        for request in (request for prepared in batch for request in prepared.requests):
+        for request in requests:
             if request.request_id in self.requests or request.request_id in entering:
                 raise DuplicateRequestError(
                     f"request id {request.request_id!r} is in use; choose another or leave it out"
                 )
             entering.add(request.request_id)
-        for request in (request for prepared in batch for request in prepared.requests):
-            request.rank = self._rank(request)  # before anything is held: a policy may answer nonsense
+        self._lifecycle.rank(requests, self.config.scheduling_policy)
         try:
             for prepared in batch:
-                self._enter(prepared)
-        except BaseException as error:  # a coordinator raised: some are in its books, some are not
+                self._lifecycle.enter(prepared)
+        except BaseException as error:  # a coordinator raised: it knows some of them, and some not
             self.die(error)
             raise
 
-    def _enter(self, prepared: Prepared) -> None:
-        request = prepared.request
-        for each in prepared.requests:
-            self.requests[each.request_id] = each
-        if prepared.samples:
-            self._late_samples[request.request_id] = list(prepared.samples)
-            names = tuple(each.request_id for each in prepared.requests)
-            self._all_samples.update(dict.fromkeys(names, names))
-        if prepared.after is None:
-            self._arrive(request)
-        else:
-            self._defer(request, *prepared.after)
-
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raise EngineDeadError or EngineClosedError if nothing can be submitted any more."""
         if self.error is not None:
             raise stopped_by(self.error)
         if self._closed:
             raise EngineClosedError("the engine is closed; make a new one to go on")
-
-    # -- Arrival -------------------------------------------------------------------------------------------
-
-    def _defer(self, request: Request, other: str, count: int) -> None:
-        for each in (request, *self._late_samples.get(request.request_id, ())):
-            each.state = RequestState.DEFERRED
-            self.log.append(ev.RequestDeferred(each.request_id, other, count))
-        self._deferred.setdefault(other, {})[request.request_id] = (count, request)
-        self._trigger_of[request.request_id] = other
-        if self._is_due(self.requests[other], count):
-            self._come(request)
-
-    @staticmethod
-    def _is_due(other: Request, count: int) -> bool:
-        return other.state.is_ended or len(other.output_token_ids) >= count
-
-    def _fire_triggers(self, other: Request) -> None:
-        """Let those arrive that waited for an output token of ``other`` that is there, or for its end."""
-        waiting = self._deferred.get(other.request_id, {})
-        for request in [request for count, request in waiting.values() if self._is_due(other, count)]:
-            self._come(request)
-
-    def _come(self, request: Request) -> None:
-        """A request that was deferred arrives, with the further samples of its prompt."""
-        self._forget_trigger(request)
-        for each in (request, *self._late_samples.get(request.request_id, ())):
-            each.move_to(RequestState.WAITING)
-        self._arrive(request)
-
-    def _forget_trigger(self, request: Request) -> None:
-        other = self._trigger_of.pop(request.request_id, None)
-        if other is not None:
-            del self._deferred[other][request.request_id]
-            if not self._deferred[other]:
-                del self._deferred[other]
-
-    def _arrive(self, request: Request) -> None:
-        """A request comes in, with the further samples of its prompt: these are held until it is computed."""
-        samples = self._late_samples.pop(request.request_id, [])
-        self._enlist(request)
-        for sample in samples:
-            self._enlist(sample)
-            self.log.append(ev.SampleHeld(sample.request_id, request.request_id))
-            self.scheduler.hold(sample)
-        self.scheduler.expect_samples(request, samples)
-        self._meet_others(request)
-
-    def _meet_others(self, request: Request) -> None:
-        """Tell the coordinator of a request that stands in the waiting list."""
-        self._in_flight.add(request.request_id)
-        if self.coordinator.arrive(request) is Role.FOLLOWER:
-            self.scheduler.hold(request)
-
-    def _enlist(self, request: Request) -> None:
-        """Give a request its number and seed, and put it into the waiting list."""
-        request.arrival = next(self._arrivals)
-        request.seed = request.sampling.seed if request.sampling.seed is not None else request.arrival
-        self.log.append(
-            ev.RequestArrived(
-                request.request_id,
-                request.arrival,
-                request.prompt_token_ids,
-                request.sampling.max_tokens,
-                request.extra_keys,
-                request.rank,
-            )
-        )
-        self.scheduler.add(request)
-
-    def _rank(self, request: Request) -> int:
-        policy = self.config.scheduling_policy
-        rank = policy.rank(request)
-        if not isinstance(rank, int):
-            raise ConfigError(
-                f"scheduling policy {policy_name(policy)!r} gives request {request.request_id!r} rank {rank!r}; "
-                "it must return a whole number"
-            )
-        return rank
 
     # -- A step --------------------------------------------------------------------------------------------
 
@@ -324,7 +203,7 @@ class EngineCore:
         Whatever the runner raises ends the engine: every request fails with it, their blocks are freed, and
         it is raised here as EngineDeadError.
         """
-        self._check_open()
+        self.check_open()
         if self._in_step:
             raise MiniVLLMError("a step is running; call step() again when it has ended")
         if not self.has_work:
@@ -352,7 +231,7 @@ class EngineCore:
         drawn = self.runner.execute(step)
         # A request that ended since it was scheduled is withdrawn: nothing of it counts as computed.
         rows = [row for row in step.rows if not row.is_withdrawn]
-        self._check_drawn(rows, drawn)
+        check_drawn(rows, drawn, self.runner.vocab_size)
         for row in rows:
             self._fail_non_finite(row, drawn)
         rows = [row for row in rows if not row.is_withdrawn]
@@ -362,28 +241,10 @@ class EngineCore:
             self.log.append(ev.ChunkComputed(request.request_id, row.start, row.num_tokens, row.phase.value))
         # All K/V of the step is there: now, and not before, others may see it.
         for row in rows:
-            self._publish(row.request, Moment.STEP_DONE, row.request.num_computed_tokens)
-            self._settle_prompt(row.request)
+            self._sharing.computed(row.request)
         for row in rows:
             if row.samples:
-                self._put_out_all(row, drawn)
-
-    def _check_drawn(self, rows: Sequence[ScheduledRow], drawn: Mapping[str, int | RowError]) -> None:
-        """Raise InvariantError unless there is one good result for each request that draws."""
-        if not isinstance(drawn, Mapping):
-            raise InvariantError(f"the runner returned {drawn!r}; it must return tokens by request id")
-        expected = {request.request_id for row in rows for request in row.sampled}
-        failed = {row.request_id for row in rows if isinstance(drawn.get(row.request_id), RowError)}
-        if drawn.keys() != expected | failed:
-            raise InvariantError(f"the runner drew tokens for {sorted(map(str, drawn))}, not for {sorted(expected)}")
-        vocab_size = self.runner.vocab_size
-        for name, token in drawn.items():
-            is_token = isinstance(token, int) and not isinstance(token, bool) and 0 <= token < vocab_size
-            if not is_token and not isinstance(token, RowError):
-                raise InvariantError(
-                    f"the runner drew {token!r} for request {name!r}; a token id is a whole number from 0 to "
-                    f"{vocab_size - 1}"
-                )
+                self._output_all(row, drawn)
 
     def _fail_non_finite(self, row: ScheduledRow, drawn: Mapping[str, int | RowError]) -> None:
         """End the requests of a row whose numbers came out as NaN or infinite. No safe policy has shown any of it.
@@ -396,205 +257,19 @@ class EngineCore:
         for request in (*reversed(samples), row.request):
             error = own if isinstance(own, RowError) else drawn.get(request.request_id)
             if isinstance(error, RowError):
-                self._end(request, RequestState.FAILED, error=error)
+                self._lifecycle.end(request, RequestState.FAILED, error=error)
 
-    def _put_out_all(self, row: ScheduledRow, drawn: Mapping[str, int | RowError]) -> None:
-        """Hand the drawn tokens out: of the request and, at the end of its prompt, of its further samples."""
+    def _output_all(self, row: ScheduledRow, drawn: Mapping[str, int | RowError]) -> None:
+        """Output the drawn tokens: of the request and, at the end of its prompt, of its further samples."""
         samples = self.scheduler.fork(row.request)
         for sample in samples:
-            self._prefilled.add(sample.request_id)
             self.log.append(ev.PrefillFinished(sample.request_id))
         for request in (row.request, *samples):
             token = drawn[request.request_id]
             assert isinstance(token, int)
-            self._put_out(request, token)
-
-    # -- While the scheduler makes a step: it asks and tells -----------------------------------------------
-
-    def may_admit(self, request: Request, computed: ComputedBlocks) -> Verdict:
-        """Ask the coordinator whether a waiting request may run, given what is published for it."""
-        if request.request_id not in self._in_flight or not self.config.enable_prefix_caching:
-            return Verdict.GO
-        manager, scheduler = self.manager, self.scheduler
-        outlook = Outlook(
-            hashes=manager.chain_hashes(request),
-            num_found=len(computed.block_ids),
-            num_usable=(request.num_tokens - 1) // manager.block_size,
-            block_size=manager.block_size,
-            chunk_limit=scheduler.chunk_limit,
-            budget=self.config.max_num_batched_tokens,
-            budget_left=scheduler.budget_left,
-        )
-        if self._publish_what_is_ready(outlook):
-            return Verdict.LOOK_AGAIN
-        return Verdict.GO if self.coordinator.may_admit(request, outlook) else Verdict.HOLD
-
-    def _publish_what_is_ready(self, outlook: Outlook) -> bool:
-        """Publish the next missing block if a leader has computed it and had nobody to publish it for until now."""
-        if outlook.num_found >= outlook.num_usable:
-            return False
-        block_hash = outlook.hashes[outlook.num_found]
-        leader_id = self.coordinator.who_computes(block_hash)
-        if leader_id is None:
-            return False
-        leader = self.requests[leader_id]
-        ready = min(leader.num_computed_tokens, leader.num_prompt_tokens)
-        if ready < (outlook.num_found + 1) * outlook.block_size:
-            return False
-        hashes = self.manager.publish(leader, ready)
-        self._tell_published(leader, hashes)
-        return bool(hashes)
-
-    def admitted(self, request: Request) -> None:
-        """Tell the coordinator which prompt blocks the request is going to compute."""
-        if request.request_id in self._in_flight:
-            size = self.manager.block_size
-            first, last = request.num_computed_tokens // size, request.num_prompt_tokens // size
-            self.coordinator.admitted(request, self.manager.chain_hashes(request)[first:last])
-
-    def preempted(self, request: Request) -> None:
-        """Tell the coordinator that the request will not compute what it was about to."""
-        if request.request_id in self._in_flight:
-            self._let_go(self.coordinator.preempted(request.request_id))
-
-    def allocated(self, request: Request, num_tokens: int) -> None:
-        """Ask an unsafe policy whether others may see what is not computed yet."""
-        if not is_safe(self.config.publication_policy):
-            self._publish(request, Moment.ALLOCATED, num_tokens)
-
-    # -- After the forward pass ----------------------------------------------------------------------------
-
-    def _publish(self, request: Request, moment: Moment, num_tokens: int) -> None:
-        """Publish what the policy now shows of the request's first ``num_tokens`` tokens, and tell who waits."""
-        policy = self.config.publication_policy
-        visible = policy.visible_tokens(num_tokens, moment)
-        if not isinstance(visible, int) or visible < 0:
-            raise ConfigError(
-                f"publication policy {policy_name(policy)!r} says that {visible!r} tokens may be visible; "
-                "it must return a whole number of 0 or more"
-            )
-        if self.coordinator.wants_blocks(request.request_id):
-            visible = max(visible, min(request.num_computed_tokens, request.num_prompt_tokens))
-        if visible:
-            before = moment is Moment.ALLOCATED
-            hashes = self.manager.publish(request, min(visible, num_tokens), before_computed=before)
-            self._tell_published(request, hashes)
-
-    def _tell_published(self, request: Request, hashes: Sequence[BlockHash]) -> None:
-        if hashes:
-            self._let_go(self.coordinator.published(request.request_id, hashes))
-
-    def _settle_prompt(self, request: Request) -> None:
-        """Once, when all of the prompt has K/V: publish it if a flight wants it, and release the followers."""
-        name = request.request_id
-        if name in self._prefilled or request.num_computed_tokens < request.num_prompt_tokens:
-            return
-        self._prefilled.add(name)
-        self.log.append(ev.PrefillFinished(name))
-        if self.coordinator.wants_prompt(name):
-            self._tell_published(request, self.manager.publish(request, request.num_prompt_tokens))
-            self._let_go(self.coordinator.prompt_published(name))
-
-    def _put_out(self, request: Request, token_id: int) -> None:
-        """Hand a drawn token out, and end the request if it was the last."""
-        name = request.request_id
-        index = len(request.output_token_ids)
-        request.append_output(token_id)
-        stream = self._texts.get(name)
-        if stream is None:
-            stream = TextStream(self.runner.tokenizer.detokenizer, request.sampling.stop)
-            self._texts[name] = stream
-        is_eos = token_id in self.runner.eos_token_ids and not request.sampling.ignore_eos
-        text = "" if is_eos else stream.add(token_id)
-        if is_eos or stream.stopped:
-            request.finish_reason = "stop"
-        elif index + 1 >= request.sampling.max_tokens:
-            request.finish_reason = "length"
-        if request.finish_reason is not None:
-            text += stream.finish()
-        self.log.append(ev.TokenOut(name, index, token_id, text))
-        if request.finish_reason is None:
-            self._listener(Output(name, token_id, text))
-            self._fire_triggers(request)
-        else:
-            self._end(request, RequestState.FINISHED, token_id=token_id, text=text)
+            self._lifecycle.output(request, token)
 
     # -- Ends ----------------------------------------------------------------------------------------------
-
-    def _end(
-        self,
-        request: Request,
-        end: RequestState,
-        *,
-        error: BaseException | None = None,
-        token_id: int | None = None,
-        text: str = "",
-    ) -> None:
-        """End a request in any way: publish if it ended well, free, tell the coordinator, tell the caller."""
-        name = request.request_id
-        had_arrived = request.state is not RequestState.DEFERRED
-        if end is RequestState.FINISHED:
-            self._publish(request, Moment.FINISHED, request.num_computed_tokens)
-        prompt_is_published = self.manager.prompt_is_published(request)
-        self.scheduler.remove(request)
-        request.move_to(end)
-        self.manager.free(request)
-        if end is RequestState.FINISHED:
-            assert request.finish_reason is not None
-            self.log.append(ev.RequestFinished(name, request.finish_reason))
-        elif end is RequestState.ABORTED:
-            request.finish_reason = "abort"
-            self.log.append(ev.RequestAborted(name))
-        else:
-            request.finish_reason = "error"
-            self.log.append(ev.RequestFailed(name, describe(error) if error else "unknown"))
-        if name in self._in_flight:
-            self._in_flight.remove(name)
-            self._let_go(self.coordinator.request_ended(name, end, prompt_is_published=prompt_is_published))
-        self._leave_samples(request, had_arrived=had_arrived)
-        if not had_arrived:
-            self._forget_trigger(request)
-        self._texts.pop(name, None)
-        self._prefilled.discard(name)
-        self.runner.forget(name)
-        self._listener(Output(name, token_id, text, end, error))
-        if self.error is None:
-            self._fire_triggers(request)
-
-    def _leave_samples(self, request: Request, *, had_arrived: bool) -> None:
-        """A request ended: as a further sample it is expected no more; as the first one the next takes its place."""
-        name = request.request_id
-        groups = self.scheduler.samples if had_arrived else self._late_samples
-        first_of = next((i for i in self._all_samples.get(name, ()) if request in groups.get(i, ())), None)
-        if first_of is not None:
-            groups[first_of].remove(request)
-            if not groups[first_of]:
-                del groups[first_of]
-        elif name in groups and self.error is None:  # else all are ending, each by itself
-            heir, *rest = groups.pop(name)
-            if not had_arrived:
-                self._inherit_trigger(request, heir)
-                if rest:
-                    groups[heir.request_id] = rest
-                return
-            self.log.append(ev.SampleLeads(name, heir.request_id))
-            self.scheduler.release([heir.request_id])
-            self.scheduler.expect_samples(heir, rest)
-            self._meet_others(heir)
-
-    def _inherit_trigger(self, request: Request, heir: Request) -> None:
-        """Let another sample arrive in the stead of a request that ended before it arrived."""
-        name, other = request.request_id, self._trigger_of[request.request_id]
-        # In the place of the one that ended: who was submitted first arrives first.
-        self._deferred[other] = {
-            (heir.request_id if each == name else each): (count, heir if each == name else waiting)
-            for each, (count, waiting) in self._deferred[other].items()
-        }
-        del self._trigger_of[name]
-        self._trigger_of[heir.request_id] = other
-
-    def _let_go(self, let_go: LetGo) -> None:
-        self.scheduler.release(let_go.request_ids)
 
     def abort(self, request_id: str) -> bool:
         """Take a request back. Returns False if it has ended already, however often it is called.
@@ -611,7 +286,7 @@ class EngineCore:
         request = self._known(request_id)
         if request.state.is_ended:
             return False
-        self._end(request, end, error=error)
+        self._lifecycle.end(request, end, error=error)
         return True
 
     def _known(self, request_id: str) -> Request:
@@ -629,29 +304,7 @@ class EngineCore:
         """
         self.error = error
         self.log.append(ev.StepFailed(describe(error)))
-        for request in self._in_order_of_ending():
-            self._fail_for_sure(request, error)
-
-    def _in_order_of_ending(self) -> list[Request]:
-        """Return who has not ended, for an end of all: nobody then arrives, or leads, to be ended in turn.
-
-        Those that have not arrived come first, then the held, the last one first.
-        """
-        order = {RequestState.DEFERRED: 0, RequestState.HELD: 1}
-        live = [request for request in reversed(self.requests.values()) if not request.state.is_ended]
-        return sorted(live, key=lambda request: order.get(request.state, 2))
-
-    def _fail_for_sure(self, request: Request, error: BaseException) -> None:
-        """End a request though the books may be broken: a policy that raised may raise again."""
-        start = len(self.log)
-        try:
-            self._end(request, RequestState.FAILED, error=error)
-        except Exception:
-            name = request.request_id
-            request.state = RequestState.FAILED
-            if not any(isinstance(e, ev.RequestFailed) and e.request_id == name for e in self.log.since(start)):
-                self.log.append(ev.RequestFailed(name, describe(error)))
-            self._listener(Output(name, None, "", RequestState.FAILED, error))
+        self._lifecycle.fail_all(error)
 
     # -- Between steps -------------------------------------------------------------------------------------
 
@@ -667,7 +320,7 @@ class EngineCore:
 
         With ``abort_running`` the requests that hold blocks are aborted first; those that wait go on waiting.
         """
-        self._check_open()
+        self.check_open()
         if abort_running:
             while self.scheduler.running:
                 self.abort(self.scheduler.running[-1].request_id)
@@ -678,19 +331,10 @@ class EngineCore:
 
         Raises ConfigError while one is, UnknownNameError for a policy that does not exist.
         """
-        self._check_open()
+        self.check_open()
         if any(not request.state.is_ended for request in self.requests.values()):
             raise ConfigError("policies can change only while no request is in the engine; wait or abort them")
-        given: dict[str, Any] = {"publication": publication, "coordination": coordination, "release": release}
-        if publication is not None and self.config.allow_unsafe not in (
-            *PUBLICATION_POLICIES,
-            policy_name(publication),
-        ):
-            given["allow_unsafe"] = ""  # the consent was for a policy of somebody's own, which leaves
-        config = self.config.replace(**{k: v for k, v in given.items() if v is not None})
-        self._check_is_safe(config)
-        coordinator = self._make_coordinator(config)  # may raise: nothing changed
-        self.config, self.coordinator = config, coordinator
+        self._sharing.use(self.config.with_policies(publication, coordination, release))
         self.log.append(
             ev.PoliciesChanged(
                 policy_name(self.config.publication_policy),
@@ -704,18 +348,17 @@ class EngineCore:
         if self._closed:
             return
         try:
-            for request in self._in_order_of_ending():
-                self.abort(request.request_id)
+            self._lifecycle.abort_all()
         finally:
             self._closed = True
             self.runner.close()
 
-    # -- Books ---------------------------------------------------------------------------------------------
+    # -- State ---------------------------------------------------------------------------------------------
 
     def state(self) -> State:
         """Return the engine's own state, from its own objects: what replaying the log must give."""
         return state_of(self.requests, self.manager, self.scheduler, self.coordinator)
 
     def check_invariants(self) -> None:
-        """Raise InvariantError if any of the books is wrong. Between steps only."""
-        check_books(self.requests, self.manager, self.scheduler, self.coordinator, self.config.max_num_seqs)
+        """Raise InvariantError if the parts contradict each other. Between steps only."""
+        check_engine(self.requests, self.manager, self.scheduler, self.coordinator, self.config.max_num_seqs)

@@ -27,9 +27,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from minivllm.config import EngineConfig
-from minivllm.engine.core import EngineCore, Output
+from minivllm.engine.core import EngineCore
 from minivllm.engine.input_processor import Prepared, Submission, checked_text, make_sampling
 from minivllm.engine.notebook_cells import MadeByCell
+from minivllm.engine.output import Output
 from minivllm.errors import (
     ConfigError,
     EngineClosedError,
@@ -400,7 +401,7 @@ class _Worker:
             if not self.closing:
                 self.commands.put(command)
                 return
-        self.started.result()._check_open()
+        self.started.result().check_open()
         raise EngineClosedError(_CLOSED)
 
     def call(self, function: Callable[[EngineCore], _T]) -> _T:

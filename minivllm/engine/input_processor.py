@@ -7,6 +7,7 @@ it may be asked from any thread. Must not know lists, blocks or flights.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -52,7 +53,7 @@ class Prepared:
         return (self.request, *self.samples)
 
 
-class Door:
+class InputProcessor:
     """Checks submissions for one engine, and makes their requests."""
 
     def __init__(self, config: EngineConfig, runner: Runner) -> None:
@@ -199,6 +200,15 @@ class Door:
 def _sample_names(name: str, count: int) -> list[str]:
     """Return the ids of all samples of a request, its own first."""
     return [name, *[f"{name}.{number}" for number in range(1, count)]]
+
+
+def make_submission(prompt: str | Sequence[int], sampling: Sampling | None, fields: dict[str, Any]) -> Submission:
+    """Return a submission of fields given by name: those of `Submission`, and of `Sampling` where none is given."""
+    own = {name: fields.pop(name) for name in _SUBMISSION_FIELDS & fields.keys()}
+    return Submission(prompt, make_sampling(sampling, fields), **own)
+
+
+_SUBMISSION_FIELDS = frozenset({field.name for field in dataclasses.fields(Submission)} - {"prompt", "sampling"})
 
 
 def make_sampling(sampling: Sampling | None, fields: dict[str, Any]) -> Sampling:

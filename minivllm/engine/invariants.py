@@ -51,7 +51,7 @@ def state_of(
     return state
 
 
-def check_books(
+def check_engine(
     requests: Mapping[str, Request],
     manager: KVCacheManager,
     scheduler: Scheduler,

@@ -1,13 +1,27 @@
-"""From token ids to text, for one request, as the tokens come.
+"""What comes out of a step: drawn tokens, checked, and their text as it becomes certain.
 
 Knows a detokenizer and stop strings. Must not know how tokens are drawn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from minivllm.step import Detokenizer
+from minivllm.errors import InvariantError, RowError
+from minivllm.request import RequestState
+from minivllm.step import Detokenizer, ScheduledRow
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What one request got in a step: a token with its text, or an end, or both."""
+
+    request_id: str
+    token_id: int | None
+    text: str
+    end: RequestState | None = None
+    error: BaseException | None = None
 
 
 class TextStream:
@@ -56,3 +70,20 @@ def _overlap(text: str, stop: str) -> int:
         if text.endswith(stop[:length]):
             return length
     return 0
+
+
+def check_drawn(rows: Sequence[ScheduledRow], drawn: Mapping[str, int | RowError], vocab_size: int) -> None:
+    """Raise InvariantError unless there is one good result for each request that draws."""
+    if not isinstance(drawn, Mapping):
+        raise InvariantError(f"the runner returned {drawn!r}; it must return tokens by request id")
+    expected = {request.request_id for row in rows for request in row.sampled}
+    failed = {row.request_id for row in rows if isinstance(drawn.get(row.request_id), RowError)}
+    if drawn.keys() != expected | failed:
+        raise InvariantError(f"the runner drew tokens for {sorted(map(str, drawn))}, not for {sorted(expected)}")
+    for name, token in drawn.items():
+        is_token = isinstance(token, int) and not isinstance(token, bool) and 0 <= token < vocab_size
+        if not is_token and not isinstance(token, RowError):
+            raise InvariantError(
+                f"the runner drew {token!r} for request {name!r}; a token id is a whole number from 0 to "
+                f"{vocab_size - 1}"
+            )

@@ -1,8 +1,15 @@
-"""The states of a block, and what may happen to it in each."""
+"""The tables of states: what a block, and a request in a flight, may be, and what may happen to it in each state.
+
+A request's own states are in `minivllm/request.py`. The code moves along these tables, the replay refuses a log that
+breaks them, `check_invariants()` reads states by them, tests walk through them and the diagrams are drawn from them.
+What is not in a table cannot happen. Knows names alone.
+"""
 
 from __future__ import annotations
 
 import enum
+
+# --- Blocks -----------------------------------------------------------------------------------------------
 
 
 class BlockState(enum.Enum):
@@ -20,7 +27,7 @@ class BlockAction(enum.Enum):
     PUBLISH = "publish"  # full and computed: its hash enters the index
     HIT = "hit"  # found by its hash: one more user
     FORK = "fork"  # a further sample of the same prompt: one more user
-    FREE = "free"  # its last user lets go of it (others before only lower the count)
+    FREE = "free"  # its last user frees it (others before only lower the count)
     EVICT = "evict"  # popped for another request: its hash leaves the index first
     RESET = "reset"  # nobody uses any block, and all hashes are forgotten
 
@@ -36,6 +43,40 @@ BLOCK_TRANSITIONS: dict[tuple[BlockState, BlockAction], BlockState] = {
     (BlockState.PUBLISHED, BlockAction.EVICT): BlockState.FREE,
     (BlockState.PUBLISHED, BlockAction.RESET): BlockState.FREE,
 }
-"""The one table of a block's transitions: a log that breaks it is refused by the replay, tests walk through it and the
-diagram is drawn from it. What is not in it cannot happen: a block that nobody has published is never hit, and one in
-use is never evicted (its count is above 0)."""
+"""A block that is not published is never hit, and one in use is never evicted (its count is above 0)."""
+
+
+# --- Requests in a flight ---------------------------------------------------------------------------------
+
+
+class Role(enum.Enum):
+    """What a request is to single flight."""
+
+    INDEPENDENT = "independent"  # in no flight: it has not arrived, has ended, or nothing is coordinated
+    LEADER = "leader"  # computes the prompt that others wait for, or may come to wait for
+    FOLLOWER = "follower"  # held behind the leader
+    RELEASED = "released"  # waits for nobody any more, and has not ended
+
+
+class FlightAction(enum.Enum):
+    """What can happen to a request in a flight."""
+
+    OPEN = "open"  # arrives, and nobody computes the same prompt
+    JOIN = "join"  # arrives while a flight of the same prompt is open
+    PUBLISH = "publish"  # has published its prompt: the flight is over
+    RELEASE = "release"  # the flight is over
+    LEAD = "lead"  # the leader ended too early: this one computes now
+    END = "end"  # the request has ended, in whatever way
+
+
+FLIGHT_TRANSITIONS: dict[tuple[Role, FlightAction], Role] = {
+    (Role.INDEPENDENT, FlightAction.OPEN): Role.LEADER,
+    (Role.INDEPENDENT, FlightAction.JOIN): Role.FOLLOWER,
+    (Role.LEADER, FlightAction.PUBLISH): Role.RELEASED,
+    (Role.FOLLOWER, FlightAction.RELEASE): Role.RELEASED,
+    (Role.FOLLOWER, FlightAction.LEAD): Role.LEADER,
+    (Role.LEADER, FlightAction.END): Role.INDEPENDENT,
+    (Role.FOLLOWER, FlightAction.END): Role.INDEPENDENT,
+    (Role.RELEASED, FlightAction.END): Role.INDEPENDENT,
+}
+"""Only a follower can come to lead, and who was released is never held again by the same flight."""

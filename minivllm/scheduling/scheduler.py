@@ -11,7 +11,7 @@ prefill). When blocks run out, a victim (of the least important running requests
 up and will compute again; a step that preempts admits nobody.
 
 Knows requests, lists and numbers of tokens; it alone changes which list a request is in. Must not know when
-blocks are published, who waits for whom and why, or how a step is computed: it asks and tells a `Watcher`.
+blocks are published, who waits for whom and why, or how a step is computed: it asks and tells a `SchedulerHooks`.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from minivllm.step import BlockCopy, Phase, ScheduledRow, ScheduledStep
 
 
 class Verdict(enum.Enum):
-    """What a `Watcher` says of a request that is about to be admitted."""
+    """What a `SchedulerHooks` says of a request that is about to be admitted."""
 
     GO = "go"
     HOLD = "hold"  # others compute what it needs: somebody will `Scheduler.release` it
     LOOK_AGAIN = "look again"  # more has just been published for it
 
 
-class Watcher(Protocol):
+class SchedulerHooks(Protocol):
     """Who is asked and told while a step is made. The scheduler knows no more of coordination and publication."""
 
-    def may_admit(self, request: Request, computed: ComputedBlocks) -> Verdict:
-        """Whether a waiting request may go on, given what was found for it."""
+    def may_admit(self, request: Request, computed: ComputedBlocks, budget_left: int) -> Verdict:
+        """Whether a waiting request may run, given what was found for it and the tokens that the step has left."""
         ...
 
     def admitted(self, request: Request) -> None:
@@ -97,14 +97,15 @@ class Scheduler:
         admission: str = BY_CHUNK,
         num_reserved_blocks: int = 0,
         adoption: bool = False,
-        watcher: Watcher,
+        hooks: SchedulerHooks,
     ) -> None:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.held: dict[str, Request] = {}
         self.samples: dict[str, list[Request]] = {}
+        self._first_of: dict[str, str] = {}  # the first sample that a further one is held behind
         self.budget_left = max_num_batched_tokens
-        self.chunk_limit = long_prefill_token_threshold or max_num_batched_tokens
+        self._chunk_limit = long_prefill_token_threshold or max_num_batched_tokens
         self._manager = manager
         self._emit = emit
         self._budget = max_num_batched_tokens
@@ -112,7 +113,7 @@ class Scheduler:
         self._admission = admission
         self._num_reserved = num_reserved_blocks
         self._adoption = adoption
-        self._watcher = watcher
+        self._hooks = hooks
 
     # -- Lists ---------------------------------------------------------------------------------------------
 
@@ -161,6 +162,25 @@ class Scheduler:
         """Further samples, held already, wait until ``first`` has computed the prompt: rows are kept for them."""
         if samples:
             self.samples[first.request_id] = list(samples)
+            self._first_of.update((sample.request_id, first.request_id) for sample in samples)
+
+    def leave_samples(self, request: Request) -> Request | None:
+        """A request has ended: as a further sample it is expected no more.
+
+        Of a first one whose samples still wait, return the sample that takes its place: the others are behind it now,
+        and it is held until it is released.
+        """
+        first_id = self._first_of.pop(request.request_id, None)
+        if first_id is not None:
+            self.samples[first_id].remove(request)
+            if not self.samples[first_id]:
+                del self.samples[first_id]
+            return None
+        heir, *rest = self.samples.pop(request.request_id, [None])
+        if heir is not None:
+            del self._first_of[heir.request_id]
+            self.expect_samples(heir, [sample for sample in rest if sample is not None])
+        return heir
 
     def fork(self, first: Request) -> list[Request]:
         """The prompt of ``first`` is computed: its further samples run now, on the same blocks. Returns them."""
@@ -168,7 +188,7 @@ class Scheduler:
         if samples:
             self._manager.fork(first, samples)
         for sample in samples:
-            del self.held[sample.request_id]
+            del self.held[sample.request_id], self._first_of[sample.request_id]
             sample.move_to(RequestState.RUNNING)
             sample.num_computed_tokens = first.num_computed_tokens
             self.running.append(sample)
@@ -225,7 +245,7 @@ class Scheduler:
                     break
             if request.state is RequestState.RUNNING:
                 self._plan(planned, request, count, adopted)
-                self._watcher.allocated(request, request.num_computed_tokens + count)
+                self._hooks.allocated(request, request.num_computed_tokens + count)
                 request.num_adopted_tokens += adopted.num_tokens
         return preempted
 
@@ -242,7 +262,7 @@ class Scheduler:
                 break
             computed = self._manager.get_computed_blocks(request)
             resumed = request.state is RequestState.PREEMPTED
-            verdict = Verdict.GO if resumed else self._watcher.may_admit(request, computed)
+            verdict = Verdict.GO if resumed else self._hooks.may_admit(request, computed, self.budget_left)
             if verdict is Verdict.GO and self.waiting[0] is not request:
                 continue  # the answer let somebody go who comes first
             if verdict is not Verdict.GO:
@@ -261,13 +281,13 @@ class Scheduler:
             if not resumed:
                 request.num_recovered_tokens = computed.num_tokens
             self._plan(planned, request, count, computed)
-            self._watcher.admitted(request)
-            self._watcher.allocated(request, request.num_computed_tokens + count)
+            self._hooks.admitted(request)
+            self._hooks.allocated(request, request.num_computed_tokens + count)
 
     def _chunk(self, request: Request, computed: ComputedBlocks) -> int:
         """Return how many tokens of the request fit in the step, after those found in ``computed``."""
         known = request.num_computed_tokens + computed.num_tokens
-        count = min(request.num_tokens - known, self.budget_left, self.chunk_limit)
+        count = min(request.num_tokens - known, self.budget_left, self._chunk_limit)
         if self._adoption and known + count < request.num_tokens:
             boundary = (known + count) // self._manager.block_size * self._manager.block_size
             if boundary > known:
@@ -326,4 +346,4 @@ class Scheduler:
         request.move_to(RequestState.PREEMPTED)
         self.running.remove(request)
         bisect.insort_left(self.waiting, request, key=_place)
-        self._watcher.preempted(request)
+        self._hooks.preempted(request)

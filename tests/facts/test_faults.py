@@ -13,8 +13,9 @@ from minivllm import Submission
 from minivllm.cache.block_hash import BLOCK_HASHERS, HashChain, WeakHash
 from minivllm.cache.block_pool import BlockPool
 from minivllm.cache.eviction.names import EVICTION_POLICIES
-from minivllm.engine.core import EngineCore, Output
+from minivllm.engine.core import EngineCore
 from minivllm.engine.engine import Engine
+from minivllm.engine.output import Output
 from minivllm.errors import EngineDeadError, InvariantError, OutOfBlocksError, RowError
 from minivllm.log import events as ev
 from minivllm.log.kv_contents import kv_contents

@@ -889,7 +889,7 @@ EDITS: tuple[Edit, ...] = (
     Edit(
         "flights",
         "nobody-hears-of-the-heir",
-        "return LetGo((flight.leader_id,))",
+        "return (flight.leader_id,)",
         "return NOBODY",
     ),
     Edit(

@@ -13,7 +13,8 @@ from collections import Counter
 from dataclasses import replace
 
 from minivllm.config import EngineConfig
-from minivllm.engine.core import EngineCore, Output
+from minivllm.engine.core import EngineCore
+from minivllm.engine.output import Output
 from minivllm.errors import (
     ConfigError,
     DuplicateRequestError,

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from minivllm.config import EngineConfig
-from minivllm.engine.core import EngineCore, Output
+from minivllm.engine.core import EngineCore
+from minivllm.engine.output import Output
 from minivllm.log import events as ev
 from minivllm.log.replay import replay
 from minivllm.request import Request

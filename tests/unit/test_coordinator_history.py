@@ -31,11 +31,11 @@ from labs.coordinator_history import (
     compare,
     outcome,
 )
-from minivllm.coordination.coordinator import Role
 from minivllm.coordination.release import RELEASE_POLICIES
 from minivllm.coordination.single_flight import PrefixCacheFlightCoordinator
 from minivllm.errors import InvariantError, UnknownRequestError
 from minivllm.log import events as ev
+from minivllm.log.states import Role
 from minivllm.request import Request, RequestState
 from tests.property.steady import STEADY
 
@@ -202,14 +202,14 @@ def answer_of_the_engine(flights: PrefixCacheFlightCoordinator, call: Call) -> A
         case Published(request_id):
             if not flights.wants_prompt(request_id):
                 return Answer()
-            return Answer(let_go=flights.prompt_published(request_id).request_ids)
+            return Answer(let_go=flights.prompt_published(request_id))
         case Ended(request_id, published):
             end = RequestState.FINISHED if published else RequestState.ABORTED
             try:
                 let_go = flights.request_ended(request_id, end, prompt_is_published=published)
             except UnknownRequestError as error:
                 return Answer(error=error)
-            return Answer(let_go=let_go.request_ids)
+            return Answer(let_go=let_go)
 
 
 @pytest.mark.parametrize("release", Release)

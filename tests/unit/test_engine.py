@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from minivllm.config import EngineConfig
-from minivllm.engine.core import EngineCore, Output
+from minivllm.engine.core import EngineCore
 from minivllm.engine.input_processor import Submission
+from minivllm.engine.output import Output
 from minivllm.errors import (
     ConfigError,
     DuplicateRequestError,
@@ -783,9 +784,7 @@ def test_nothing_is_kept_for_requests_that_have_ended_but_themselves() -> None:
     step(core, 2)
     core.abort("other")
     run(core)
-    assert not core._texts
-    assert not core._prefilled
-    assert not core._deferred
+    assert core._lifecycle.num_kept == 0
 
 
 # -- Books -------------------------------------------------------------------------------------------------
@@ -827,7 +826,7 @@ def _wrong_state(core: EngineCore) -> None:
 
 
 def _follower_of_nobody(core: EngineCore) -> None:
-    core.coordinator = EngineCore(core.config, VirtualRunner()).coordinator
+    core._sharing.coordinator = EngineCore(core.config, VirtualRunner()).coordinator
 
 
 def _computed_without_blocks(core: EngineCore) -> None:

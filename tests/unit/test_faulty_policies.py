@@ -29,11 +29,12 @@ from minivllm.cache.block_hash import Sha256
 from minivllm.cache.block_pool import Block
 from minivllm.cache.eviction.policy import Placement
 from minivllm.cache.publication import Moment
-from minivllm.coordination.coordinator import IndependentCoordinator, Role
+from minivllm.coordination.coordinator import IndependentCoordinator
 from minivllm.coordination.shared_prefix import SharedPrefixCoordinator
 from minivllm.errors import DuplicateRequestError, InvariantError, RequestFailedError
 from minivllm.log import events as ev
 from minivllm.log.replay import replay
+from minivllm.log.states import Role
 from minivllm.request import Request
 from minivllm.step import ScheduledStep
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from minivllm.coordination.coordinator import NOBODY, IndependentCoordinator, LetGo, Role
+from minivllm.coordination.coordinator import NOBODY, IndependentCoordinator
 from minivllm.coordination.release import ReleaseAfterPrefill, ReleaseOnCompletion, ReleasePolicy
 from minivllm.coordination.single_flight import PrefixCacheFlightCoordinator
 from minivllm.engine.core import EngineCore
@@ -14,6 +14,7 @@ from minivllm.engine.input_processor import Submission
 from minivllm.errors import InvariantError, UnknownRequestError
 from minivllm.log import events as ev
 from minivllm.log.metrics import Metrics
+from minivllm.log.states import Role
 from minivllm.request import Request, RequestState, Sampling, make_extra_keys
 from tests.unit.small import FULL_PROMPT, check, events_of, recovered, run, small_core, step
 
@@ -89,7 +90,7 @@ def test_sampling_does_not_keep_requests_apart() -> None:
 def test_release_after_prefill_lets_followers_go_and_keeps_all_ids_until_they_end() -> None:
     flights, events = coordinator("a", "b", "c", release=ReleaseAfterPrefill())
     assert flights.wants_prompt("a")
-    assert flights.prompt_published("a") == LetGo(("b", "c"))
+    assert flights.prompt_published("a") == ("b", "c")
     assert flights.flights == {}
     assert flights.released_request_ids == {"a", "b", "c"}
     assert events[-1] == ev.FlightReleased(0, "a", ("b", "c"), "prefill")
@@ -102,7 +103,7 @@ def test_release_after_prefill_lets_followers_go_and_keeps_all_ids_until_they_en
 def test_release_on_completion_lets_followers_go_when_the_leader_has_ended() -> None:
     flights, events = coordinator("a", "b", "c")
     assert not flights.wants_prompt("a")
-    assert flights.request_ended("a", FINISHED, prompt_is_published=True) == LetGo(("b", "c"))
+    assert flights.request_ended("a", FINISHED, prompt_is_published=True) == ("b", "c")
     assert flights.released_request_ids == {"b", "c"}
     assert events[-1] == ev.FlightReleased(0, "a", ("b", "c"), "finished")
 
@@ -118,19 +119,19 @@ def test_only_a_leader_is_asked_for_its_prompt() -> None:
 @pytest.mark.parametrize("end", [ABORTED, FAILED])
 def test_a_leader_that_ends_unpublished_hands_over_to_the_oldest_follower_alone(end: RequestState) -> None:
     flights, events = coordinator("a", "b", "c")
-    assert flights.request_ended("a", end, prompt_is_published=False) == LetGo(("b",))
+    assert flights.request_ended("a", end, prompt_is_published=False) == ("b",)
     assert [(f.leader_id, list(f.followers)) for f in flights.flights.values()] == [("b", ["c"])]
     assert events[-1] == ev.FlightHandedOver(0, "a", "b")
     flights.check_invariants()
     assert flights.arrive(request("d")) is Role.FOLLOWER
-    assert flights.request_ended("b", end, prompt_is_published=False) == LetGo(("c",))
+    assert flights.request_ended("b", end, prompt_is_published=False) == ("c",)
     flights.check_invariants()
 
 
 @pytest.mark.parametrize("end", [ABORTED, FAILED])
 def test_a_leader_that_ends_with_its_prompt_published_releases_everybody(end: RequestState) -> None:
     flights, events = coordinator("a", "b", "c")
-    assert flights.request_ended("a", end, prompt_is_published=True) == LetGo(("b", "c"))
+    assert flights.request_ended("a", end, prompt_is_published=True) == ("b", "c")
     assert flights.flights == {}
     assert events[-1] == ev.FlightReleased(0, "a", ("b", "c"), end.value)
 
@@ -148,7 +149,7 @@ def test_a_follower_leaves_quietly() -> None:
     flights, events = coordinator("a", "b", "c")
     assert flights.request_ended("b", ABORTED, prompt_is_published=False) == NOBODY
     assert events[-1] == ev.FlightLeft(0, "b")
-    assert flights.request_ended("a", FINISHED, prompt_is_published=True) == LetGo(("c",))
+    assert flights.request_ended("a", FINISHED, prompt_is_published=True) == ("c",)
     assert flights.released_request_ids == {"c"}
 
 

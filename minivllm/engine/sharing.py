@@ -1,0 +1,165 @@
+"""Who may read whose blocks, and who waits for them: the two policies, asked at each point of a request's way.
+
+    scheduler   about to admit ─► may_admit      go, hold, or look again
+                admitted, preempted, allocated
+    core        after a step   ─► computed       publish what the policy shows; release who waited for it
+                request ended  ─► ended
+
+Knows the publication policy, the coordinator and the manager. Must not know how rows are chosen or computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from minivllm.cache.block_hash import BlockHash
+from minivllm.cache.kv_cache_manager import ComputedBlocks, KVCacheManager
+from minivllm.cache.publication import Moment, is_safe
+from minivllm.config import EngineConfig, policy_name
+from minivllm.coordination.coordinator import Outlook
+from minivllm.errors import ConfigError
+from minivllm.log import events as ev
+from minivllm.log.states import Role
+from minivllm.request import Request, RequestState
+from minivllm.scheduling.scheduler import Verdict
+from minivllm.step import Runner
+
+
+class BlockSharing:
+    """Publishes blocks as the policy says, and reports to the coordinator what it waits for.
+
+    ``requests`` are all of the engine, ``release`` lets held requests wait for admission again. An instance is the
+    scheduler's hooks.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: Runner,
+        manager: KVCacheManager,
+        requests: Mapping[str, Request],
+        release: Callable[[Iterable[str]], None],
+        emit: Callable[[ev.Event], None],
+    ) -> None:
+        self._runner = runner
+        self._manager = manager
+        self._requests = requests
+        self._release = release
+        self._emit = emit
+        self.use(config)
+        self._coordinated: set[str] = set()  # ids that the coordinator knows
+
+    def use(self, config: EngineConfig) -> None:
+        """Go on under the policies of ``config``, with a coordinator of its own.
+
+        Raises ConfigError, with nothing changed, for a policy that would let a real model read K/V that was never
+        computed.
+        """
+        name = policy_name(config.publication_policy)
+        if self._runner.is_real and not is_safe(config.publication_policy) and config.allow_unsafe != name:
+            raise ConfigError(
+                f"publication {name!r} lets requests read K/V that was never computed; it is for teaching, on the "
+                f'virtual model, or with allow_unsafe="{name}" on {self._runner.name!r}'
+            )
+        coordinator = config.coordination_policy(config.release_policy, self._emit)
+        if getattr(coordinator, "cost", None) is None:
+            coordinator.cost = getattr(self._runner, "cost", None)
+        self.config, self.coordinator = config, coordinator
+
+    def arrive(self, request: Request) -> bool:
+        """Report a new request to the coordinator. Returns whether it is to be held."""
+        self._coordinated.add(request.request_id)
+        return self.coordinator.arrive(request) is Role.FOLLOWER
+
+    # -- Hooks of the scheduler ----------------------------------------------------------------------------
+
+    def may_admit(self, request: Request, computed: ComputedBlocks, budget_left: int) -> Verdict:
+        """Ask the coordinator whether a waiting request may run, given what is published for it."""
+        if request.request_id not in self._coordinated or not self.config.enable_prefix_caching:
+            return Verdict.GO
+        outlook = Outlook(
+            hashes=self._manager.chain_hashes(request),
+            num_found=len(computed.block_ids),
+            num_usable=(request.num_tokens - 1) // self._manager.block_size,
+            block_size=self._manager.block_size,
+            chunk_limit=self.config.chunk_limit,
+            budget=self.config.max_num_batched_tokens,
+            budget_left=budget_left,
+        )
+        if self._publish_what_is_ready(outlook):
+            return Verdict.LOOK_AGAIN
+        return Verdict.GO if self.coordinator.may_admit(request, outlook) else Verdict.HOLD
+
+    def _publish_what_is_ready(self, outlook: Outlook) -> bool:
+        """Publish the next missing block if a leader has computed it and nobody has waited for it until now."""
+        if outlook.num_found >= outlook.num_usable:
+            return False
+        leader_id = self.coordinator.who_computes(outlook.hashes[outlook.num_found])
+        if leader_id is None:
+            return False
+        leader = self._requests[leader_id]
+        ready = min(leader.num_computed_tokens, leader.num_prompt_tokens)
+        if ready < (outlook.num_found + 1) * outlook.block_size:
+            return False
+        return bool(self._publish(leader, ready))
+
+    def admitted(self, request: Request) -> None:
+        """Report to the coordinator which prompt blocks the request is going to compute."""
+        if request.request_id in self._coordinated:
+            size = self._manager.block_size
+            first, last = request.num_computed_tokens // size, request.num_prompt_tokens // size
+            self.coordinator.admitted(request, self._manager.chain_hashes(request)[first:last])
+
+    def preempted(self, request: Request) -> None:
+        """Report to the coordinator that the request will not compute what it was about to."""
+        if request.request_id in self._coordinated:
+            self._release(self.coordinator.preempted(request.request_id))
+
+    def allocated(self, request: Request, num_tokens: int) -> None:
+        """Ask an unsafe policy whether others may see what is not computed yet."""
+        if not is_safe(self.config.publication_policy):
+            self.publish_visible(request, Moment.ALLOCATED, num_tokens)
+
+    # -- After the forward pass ----------------------------------------------------------------------------
+
+    def computed(self, request: Request) -> None:
+        """Publish what a step has computed, and once, when the prompt is complete, what its flight waits for."""
+        self.publish_visible(request, Moment.STEP_DONE, request.num_computed_tokens)
+        # A request has an output token from the step on in which its prompt was completed.
+        if request.output_token_ids or request.num_computed_tokens < request.num_prompt_tokens:
+            return
+        self._emit(ev.PrefillFinished(request.request_id))
+        if self.coordinator.wants_prompt(request.request_id):
+            self._publish(request, request.num_prompt_tokens)
+            self._release(self.coordinator.prompt_published(request.request_id))
+
+    def publish_visible(self, request: Request, moment: Moment, num_tokens: int) -> None:
+        """Publish what the policy shows of the request's first ``num_tokens`` tokens, or what followers wait for.
+
+        Raises ConfigError for a policy that returns no number of tokens.
+        """
+        policy = self.config.publication_policy
+        visible = policy.visible_tokens(num_tokens, moment)
+        if not isinstance(visible, int) or visible < 0:
+            raise ConfigError(
+                f"publication policy {policy_name(policy)!r} says that {visible!r} tokens may be visible; "
+                "it must return a whole number of 0 or more"
+            )
+        if self.coordinator.wants_blocks(request.request_id):
+            visible = max(visible, min(request.num_computed_tokens, request.num_prompt_tokens))
+        if visible:
+            self._publish(request, min(visible, num_tokens), before_computed=moment is Moment.ALLOCATED)
+
+    def _publish(self, request: Request, num_tokens: int, *, before_computed: bool = False) -> Sequence[BlockHash]:
+        hashes = self._manager.publish(request, num_tokens, before_computed=before_computed)
+        if hashes:
+            self._release(self.coordinator.published(request.request_id, hashes))
+        return hashes
+
+    # -- Ends ----------------------------------------------------------------------------------------------
+
+    def ended(self, request_id: str, end: RequestState, *, prompt_is_published: bool) -> None:
+        """Report an end to the coordinator, which may release others."""
+        if request_id in self._coordinated:
+            self._coordinated.remove(request_id)
+            self._release(self.coordinator.request_ended(request_id, end, prompt_is_published=prompt_is_published))
