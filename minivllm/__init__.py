@@ -13,7 +13,8 @@ Importing this package does not import MLX: a real model is loaded when an `Engi
 from minivllm.config import EngineConfig
 from minivllm.cost import CostModel
 from minivllm.engine.core import EngineCore
-from minivllm.engine.engine import Engine, Handle, RequestResult, Token
+from minivllm.engine.engine import Engine
+from minivllm.engine.handle import Handle, RequestResult, Token
 from minivllm.engine.input_processor import Submission
 from minivllm.errors import (
     ConfigError,

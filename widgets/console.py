@@ -20,7 +20,8 @@ from minivllm.bench.workloads import Race, race_submissions
 from minivllm.cache.publication import AT_ALLOCATION
 from minivllm.config import EngineConfig, policy_name
 from minivllm.engine.core import EngineCore
-from minivllm.engine.engine import Engine, Handle
+from minivllm.engine.engine import Engine
+from minivllm.engine.handle import Handle
 from minivllm.errors import ConfigError, MiniVLLMError, UnknownNameError, nearest
 from minivllm.log.events import RequestArrived, RequestDeferred
 from minivllm.request import RequestState

@@ -28,7 +28,7 @@ from minivllm.log.timeline import draw_timeline
 from minivllm.runners.virtual import VirtualRunner
 
 if TYPE_CHECKING:
-    from minivllm.models.downloads import Progress
+    from minivllm.models.progress import Progress
 
 OnChange = Callable[[Sequence[ev.Event]], None]
 """Called on the caller's thread with the events that are new, after each step or several."""

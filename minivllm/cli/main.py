@@ -41,7 +41,7 @@ from minivllm.errors import ConfigError, InvalidRequestError, MiniVLLMError, Unk
 
 if TYPE_CHECKING:
     from minivllm.bench.race import OnChange, RaceResult
-    from minivllm.engine.engine import Handle
+    from minivllm.engine.handle import Handle
 
 FAILED, WRONG_USE, PIPE_CLOSED = 1, 2, 141
 
@@ -621,7 +621,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Stopped as error:
         leave_without_a_word(error.exit_status)
         status = _end(notes, str(error), error.exit_status)
-        stop_all = getattr(sys.modules.get("minivllm.engine.engine"), "stop_all", None)
+        stop_all = getattr(sys.modules.get("minivllm.engine.registry"), "stop_all", None)
         if stop_all is not None:  # it may not even be imported yet
             stop_all()  # an engine may still be loading its model
         disarm()

@@ -254,3 +254,17 @@ def _checked_tokens(prompt: object, vocab_size: int) -> tuple[int, ...]:
             )
         tokens.append(token)
     return tuple(tokens)
+
+
+def chat_tokens(tokenizer: Any, message: str) -> list[int]:
+    """Return the token ids of one user message in the tokenizer's chat template, or of the bare message.
+
+    Raises InvalidRequestError for an empty message (the template's own words are no prompt) or no text.
+    """
+    if not isinstance(message, str) or not message:
+        raise InvalidRequestError(f"the message is {message!r}; write some text to answer")
+    checked_text(message)
+    if getattr(tokenizer, "chat_template", None) is None:
+        return list(tokenizer.encode(message))
+    messages = [{"role": "user", "content": message}]
+    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))

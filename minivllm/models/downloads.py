@@ -23,14 +23,12 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from minivllm.errors import ModelError
-
-Progress = Callable[[str, int, int | None], None]
-"""Called with what is being done, the bytes done, and the bytes in all (None: not known)."""
+from minivllm.models.progress import Progress
 
 CACHE_VARIABLE = "MINIVLLM_CACHE"
 _POLL_SECONDS = 0.1

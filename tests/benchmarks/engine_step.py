@@ -19,9 +19,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from minivllm import EngineConfig, EngineCore, Sampling, Submission
-from minivllm.engine.engine import runner_factory
 from minivllm.errors import RowError
 from minivllm.models import cpu_blas
+from minivllm.runners.factory import runner_factory
 from minivllm.step import Runner, ScheduledStep
 from tests.benchmarks.machine import describe
 

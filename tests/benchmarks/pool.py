@@ -9,7 +9,7 @@ import argparse
 import random
 
 from minivllm import Engine, EngineConfig, EngineCore, Sampling, Submission
-from minivllm.engine.engine import Handle
+from minivllm.engine.handle import Handle
 
 
 def pool_bytes(core: EngineCore) -> tuple[int, int]:

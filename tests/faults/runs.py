@@ -23,9 +23,9 @@ from minivllm import (
     Submission,
     replay,
 )
-from minivllm.engine.engine import runner_factory
 from minivllm.errors import RequestFailedError, RowError
 from minivllm.log.states import BlockState
+from minivllm.runners.factory import runner_factory
 from tests.faults.runner import FaultyRunner, Trouble
 from tests.faults.watchdog import within
 from tests.property.actions import COORDINATIONS

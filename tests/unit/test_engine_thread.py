@@ -21,7 +21,8 @@ from minivllm.cache.publication import AT_ALLOCATION, Moment
 from minivllm.config import EngineConfig, policy_name
 from minivllm.engine import notebook_cells
 from minivllm.engine.core import EngineCore
-from minivllm.engine.engine import Engine, Handle
+from minivllm.engine.engine import Engine
+from minivllm.engine.handle import Handle
 from minivllm.engine.input_processor import Submission
 from minivllm.errors import (
     ConfigError,
