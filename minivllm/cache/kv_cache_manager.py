@@ -10,28 +10,20 @@ must not know the scheduler, flights, when to publish, or how K/V is computed.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from minivllm.cache.block_hash import SHA256, BlockHash, BlockHasher, BlockKeys, HashChain, block_extra_keys
+from minivllm.cache.block_hash import SHA256, BlockHash, BlockHasher, HashChain
 from minivllm.cache.block_pool import Block, BlockPool
+from minivllm.cache.block_table import BlockTable
 from minivllm.cache.eviction.policy import EvictionPolicy
+from minivllm.cache.invariants import check_pool
 from minivllm.cache.prefix_index.index import PrefixIndex
+from minivllm.cache.token_check import Collision, TokenCheck
 from minivllm.errors import InvariantError, OutOfBlocksError
 from minivllm.log import events as ev
 from minivllm.request import Request
 from minivllm.step import BlockCopy
-
-
-@dataclass(frozen=True, slots=True)
-class Collision:
-    """A block that was found by its hash and holds other tokens than the ones that were asked for."""
-
-    block_id: int
-    block_hash: BlockHash
-    token_ids: tuple[int, ...]
-    held_token_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,37 +40,6 @@ class ComputedBlocks:
 
 
 NOTHING_COMPUTED = ComputedBlocks((), 0)
-
-
-@dataclass(slots=True, eq=False)
-class _Content:
-    """What a full block really holds: its tokens and keys behind those of all blocks before. For the check only."""
-
-    parent: _Content | None
-    token_ids: tuple[int, ...]
-    extra_keys: BlockKeys
-
-    def same_as(self, other: _Content) -> bool:
-        """Compare whole chains. They usually meet in one object after a step, so this is O(1) a block."""
-        mine: _Content | None = self
-        theirs: _Content | None = other
-        while mine is not theirs:
-            if mine is None or theirs is None:
-                return False
-            if mine.token_ids != theirs.token_ids or mine.extra_keys != theirs.extra_keys:
-                return False
-            mine, theirs = mine.parent, theirs.parent
-        return True
-
-
-@dataclass(slots=True)
-class _BlockTable:
-    """The blocks of one request, and its hash chain. ``num_settled`` blocks need no more publishing."""
-
-    chain: HashChain
-    blocks: list[Block] = field(default_factory=list)
-    num_settled: int = 0
-    contents: list[_Content] = field(default_factory=list)
 
 
 class KVCacheManager:
@@ -102,9 +63,9 @@ class KVCacheManager:
         self.index = index
         self.eviction = eviction
         self.hasher = hasher
-        self._tables: dict[str, _BlockTable] = {}
+        self._tables: dict[str, BlockTable] = {}
         self._duplicates: set[int] = set()  # blocks in use that were reported to have a twin
-        self._contents: dict[int, _Content] | None = {} if check_token_ids else None
+        self._check = TokenCheck(block_size) if check_token_ids else None
         self._emit = emit
 
     # -- Questions: nothing changes ------------------------------------------------------------------------
@@ -137,39 +98,17 @@ class KVCacheManager:
             return NOTHING_COMPUTED
         return self._look_up(request, table, request.num_computed_tokens // self.block_size)
 
-    def _look_up(self, request: Request, table: _BlockTable, first: int) -> ComputedBlocks:
+    def _look_up(self, request: Request, table: BlockTable, first: int) -> ComputedBlocks:
         most = (request.num_tokens - 1) // self.block_size
         block_ids = self.index.longest_prefix(table.chain.hashes[first:most])
-        collision = self._first_collision(request, table, first, block_ids)
-        if collision is not None:
-            del block_ids[collision[0] :]
-        return ComputedBlocks(
-            tuple(block_ids), len(block_ids) * self.block_size, None if collision is None else collision[1]
-        )
-
-    def _first_collision(
-        self, request: Request, table: _BlockTable, first: int, block_ids: Sequence[int]
-    ) -> tuple[int, Collision] | None:
-        """Return the first block found that does not hold the request's tokens, and its place. O(1) a block."""
-        if self._contents is None:
-            return None
-        for place, block_id in enumerate(block_ids):
-            wanted = self._content(request, table, first + place)
-            held = self._contents[block_id]
-            if not held.same_as(wanted):
-                block_hash = table.chain.hashes[first + place]
-                return place, Collision(block_id, block_hash, wanted.token_ids, held.token_ids)
-            table.contents[first + place] = held  # one object from here on: the next comparison ends here
-        return None
-
-    def _content(self, request: Request, table: _BlockTable, position: int) -> _Content:
-        """Return what the request's block at ``position`` holds, and keep it for the next time."""
-        size, contents = self.block_size, table.contents
-        for index in range(len(contents), position + 1):
-            tokens = tuple(request.token_ids[index * size : (index + 1) * size])
-            keys = block_extra_keys(request.extra_keys, index, size)
-            contents.append(_Content(contents[-1] if contents else None, tokens, keys))
-        return contents[position]
+        collision = None
+        if self._check is not None:
+            for place, block_id in enumerate(block_ids):
+                collision = self._check.collision(request, table, first + place, block_id)
+                if collision is not None:
+                    del block_ids[place:]
+                    break
+        return ComputedBlocks(tuple(block_ids), len(block_ids) * self.block_size, collision)
 
     def chain_hashes(self, request: Request) -> Sequence[BlockHash]:
         """Return the hashes of the request's full blocks. Empty without prefix caching. Not to be changed."""
@@ -200,13 +139,8 @@ class KVCacheManager:
         num_known = request.num_computed_tokens + computed.num_tokens
         num_new = self.num_blocks_for(num_known + num_new_tokens) - num_held - len(hits)
         num_free_hits = [block.ref_count for block in hits].count(0)
-        copied = table is not None and not hits and self._is_shared_at(table, num_known)
+        copied = table is not None and not hits and table.is_shared_at(num_known, self.block_size)
         return max(num_new, 0) + num_free_hits + copied
-
-    def _is_shared_at(self, table: _BlockTable, num_known: int) -> bool:
-        """Whether the next token would go into a block that others read, too: samples of one prompt."""
-        position, offset = divmod(num_known, self.block_size)
-        return bool(offset) and table.blocks[position].ref_count > 1
 
     # -- Changes -------------------------------------------------------------------------------------------
 
@@ -231,10 +165,10 @@ class KVCacheManager:
         if hits:
             self._take_hits(request, table, computed, hits)
         if computed.collision is not None:
-            self._emit_collision(request, computed.collision)
+            self._emit(computed.collision.event(request.request_id))
         num_known = request.num_computed_tokens + computed.num_tokens
         num_new = self.num_blocks_for(num_known + num_new_tokens) - len(table.blocks)
-        copied = self._is_shared_at(table, num_known)
+        copied = table.is_shared_at(num_known, self.block_size)
         if num_new + copied <= 0:
             return None
         taken = self.pool.take(num_new + copied)
@@ -245,7 +179,7 @@ class KVCacheManager:
             self._emit(ev.BlocksAllocated(request.request_id, tuple([block.block_id for block in taken])))
         return copy
 
-    def _take_hits(self, request: Request, table: _BlockTable, computed: ComputedBlocks, hits: Sequence[Block]) -> None:
+    def _take_hits(self, request: Request, table: BlockTable, computed: ComputedBlocks, hits: Sequence[Block]) -> None:
         """Count one more user of each block found, and append them to the block table."""
         if len(table.blocks) * self.block_size != request.num_computed_tokens:
             raise InvariantError(f"request {request.request_id!r} is inside a block of its own and cannot take hits")
@@ -259,7 +193,7 @@ class KVCacheManager:
         else:
             self._emit(ev.BlocksHit(request.request_id, computed.block_ids))
 
-    def _copy_on_write(self, request: Request, table: _BlockTable, num_known: int, block: Block) -> BlockCopy:
+    def _copy_on_write(self, request: Request, table: BlockTable, num_known: int, block: Block) -> BlockCopy:
         """Put ``block`` in the place of the last one, which other samples go on reading."""
         position, num_tokens = divmod(num_known, self.block_size)
         source = table.blocks[position]
@@ -267,17 +201,6 @@ class KVCacheManager:
         table.blocks[position] = block
         self._emit(ev.BlockCopied(request.request_id, source.block_id, block.block_id, num_tokens))
         return BlockCopy(source.block_id, block.block_id)
-
-    def _emit_collision(self, request: Request, collision: Collision) -> None:
-        self._emit(
-            ev.HashCollision(
-                request.request_id,
-                collision.block_id,
-                collision.block_hash.hex(),
-                collision.token_ids,
-                collision.held_token_ids,
-            )
-        )
 
     def fork(self, request: Request, samples: Sequence[Request]) -> None:
         """Let further samples of the request's prompt use all of its blocks, the partly filled last one included.
@@ -289,9 +212,7 @@ class KVCacheManager:
             if self.block_ids(sample.request_id):
                 raise InvariantError(f"sample {sample.request_id!r} holds blocks already")
             self.pool.share_all(table.blocks)
-            self._tables[sample.request_id] = _BlockTable(
-                table.chain.fork(), list(table.blocks), table.num_settled, list(table.contents)
-            )
+            self._tables[sample.request_id] = table.fork()
         names = tuple(sample.request_id for sample in samples)
         self._emit(ev.SamplesForked(request.request_id, names, self.block_ids(request.request_id)))
 
@@ -310,8 +231,8 @@ class KVCacheManager:
         assert block.block_hash is not None
         self.index.remove(block.block_hash)
         block.block_hash = None
-        if self._contents is not None:
-            del self._contents[block.block_id]
+        if self._check is not None:
+            self._check.forget(block.block_id)
 
     def publish(self, request: Request, num_tokens: int, *, before_computed: bool = False) -> Sequence[BlockHash]:
         """Make the request's full blocks within its first ``num_tokens`` tokens findable.
@@ -353,12 +274,12 @@ class KVCacheManager:
                 duplicated.append((position, twin))
                 self._duplicates.add(block.block_id)
         table.num_settled = last
-        if self._contents is not None:
+        if self._check is not None:
             for position in published:
-                self._contents[blocks[position].block_id] = self._content(request, table, position)
-            duplicated = self._without_collisions(request, table, duplicated)
+                self._check.published(request, table, position)
+            duplicated = self._without_collisions(self._check, request, table, duplicated)
         if published:
-            self._emit(self._published_event(request, table, published))
+            self._emit(ev.BlocksPublished(request.request_id, *table.published_at(published)))
         if duplicated:
             places, twins = zip(*duplicated, strict=True)
             self._emit(
@@ -371,34 +292,17 @@ class KVCacheManager:
             )
         return hashes[first:last]
 
-    @staticmethod
-    def _published_event(request: Request, table: _BlockTable, published: list[int]) -> ev.BlocksPublished:
-        """Say what was published. In a run of neighbours each block's parent is the one just before."""
-        hashes = table.chain.hashes
-        start, end = published[0], published[-1] + 1
-        names = ["" if start == 0 else hashes[start - 1].hex(), *[h.hex() for h in hashes[start:end]]]
-        return ev.BlocksPublished(
-            request.request_id,
-            tuple([table.blocks[position].block_id for position in published]),
-            tuple([names[position - start + 1] for position in published]),
-            tuple([names[position - start] for position in published]),
-            tuple(published),
-        )
-
     def _without_collisions(
-        self, request: Request, table: _BlockTable, duplicated: list[tuple[int, int]]
+        self, check: TokenCheck, request: Request, table: BlockTable, duplicated: list[tuple[int, int]]
     ) -> list[tuple[int, int]]:
         """Drop those whose twin only shares the hash, and say so. Their blocks stay private, as a duplicate does."""
-        assert self._contents is not None
         rest = []
         for position, twin in duplicated:
-            held, mine = self._contents[twin], self._content(request, table, position)
-            if held.same_as(mine):
+            collision = check.collision(request, table, position, twin)
+            if collision is None:
                 rest.append((position, twin))
-                table.contents[position] = held  # one object from here on: the next comparison ends here
             else:
-                block_hash = table.chain.hashes[position]
-                self._emit_collision(request, Collision(twin, block_hash, mine.token_ids, held.token_ids))
+                self._emit(collision.event(request.request_id))
         return rest
 
     def prompt_is_published(self, request: Request) -> bool:
@@ -407,7 +311,7 @@ class KVCacheManager:
         return table is not None and table.num_settled >= request.num_prompt_tokens // self.block_size
 
     def free(self, request: Request) -> None:
-        """Let go of the request's whole block table, from its tail to its head.
+        """Free the request's whole block table, from its tail to its head.
 
         What was published stays findable until it is popped. A request that holds nothing is fine.
         """
@@ -418,8 +322,7 @@ class KVCacheManager:
         if self._duplicates:
             self._duplicates.difference_update([block.block_id for block in freed])
         placement = self.eviction.place(freed)
-        placed = {*placement.to_front, *placement.to_back}
-        if placed != set(freed) or len(placement.to_front) + len(placement.to_back) != len(freed):
+        if not placement.is_whole(freed):
             name = type(self.eviction).__name__
             raise InvariantError(f"eviction policy {name} did not place each freed block once")
         self.pool.free_queue.prepend_all(placement.to_front)
@@ -443,57 +346,19 @@ class KVCacheManager:
         self._emit(ev.CacheReset(tuple(block.block_id for block in forgotten)))
         return True
 
-    def _table(self, request: Request) -> _BlockTable:
+    def _table(self, request: Request) -> BlockTable:
         """Return the request's block table, with all its full blocks hashed.
 
         An empty one is kept from the first look-up on, so that a request that must wait is hashed once.
         """
         table = self._tables.get(request.request_id)
         if table is None:
-            table = _BlockTable(HashChain(self.block_size, request.extra_keys, self.hasher))
+            table = BlockTable(HashChain(self.block_size, request.extra_keys, self.hasher))
             self._tables[request.request_id] = table
         if self.enable_prefix_caching:
             table.chain.extend_to(request.token_ids)
         return table
 
-    # -- Books ---------------------------------------------------------------------------------------------
-
     def check_invariants(self) -> None:
         """Raise InvariantError if counts, free queue, index and block tables contradict each other."""
-        users = Counter(block.block_id for table in self._tables.values() for block in table.blocks)
-        free_ids = [block.block_id for block in self.pool.free_queue]
-        if len(set(free_ids)) != len(free_ids) or len(free_ids) != self.pool.num_free:
-            raise InvariantError("the free queue holds a block twice, or its length is wrong")
-        in_queue = set(free_ids)
-        hashed: dict[int, bytes] = {}
-        for block in self.pool.blocks:
-            if block.ref_count != users[block.block_id]:
-                raise InvariantError(f"{block!r} is in {users[block.block_id]} block tables")
-            if (block.ref_count == 0) != (block.block_id in in_queue):
-                raise InvariantError(f"{block!r} is in the free queue and in use, or in neither")
-            if block.block_hash is not None:
-                hashed[block.block_id] = block.block_hash
-        if dict(map(reversed, self.index.items())) != hashed:  # type: ignore[arg-type]
-            raise InvariantError("the prefix index differs from the blocks' hashes")
-        self._check_shared_places()
-        if not self._duplicates <= users.keys() or not self._duplicates.isdisjoint(hashed):
-            raise InvariantError("a block that is a duplicate is in no block table, or is published itself")
-        for request_id, table in self._tables.items():
-            for block, block_hash in zip(table.blocks, table.chain.hashes, strict=False):
-                if block.block_hash is not None and block.block_hash != block_hash:
-                    raise InvariantError(f"request {request_id!r} holds {block!r} under another hash")
-        if self._contents is not None and self._contents.keys() != hashed.keys():
-            raise InvariantError("the check of token ids knows other blocks than those that are published")
-        if self.pool.scratch.ref_count or self.pool.scratch.block_hash is not None:
-            raise InvariantError("the scratch block was handed out")
-
-    def _check_shared_places(self) -> None:
-        """Raise InvariantError for a block that samples share at two places of their tables.
-
-        A published block may stand at two places, but only where a collision of hashes was served unchecked.
-        """
-        places: dict[int, int] = {}
-        for table in self._tables.values():
-            for place, block in enumerate(table.blocks):
-                if block.block_hash is None and places.setdefault(block.block_id, place) != place:
-                    raise InvariantError(f"{block!r} is block {place} of one request and another of a second")
+        check_pool(self.pool, self.index, self._tables, self._duplicates, self._check)

@@ -21,6 +21,11 @@ class Placement:
     to_front: list[Block]
     to_back: list[Block]
 
+    def is_whole(self, freed: Sequence[Block]) -> bool:
+        """Whether each freed block is placed once, and nothing else."""
+        placed = {*self.to_front, *self.to_back}
+        return placed == set(freed) and len(self.to_front) + len(self.to_back) == len(freed)
+
 
 class EvictionPolicy(Protocol):
     """Decides the place of blocks that have just become free."""
