@@ -156,7 +156,7 @@ class EngineConfig:
         return dataclasses.replace(self, **changes)
 
     def with_policies(self, publication: Any = None, coordination: Any = None, release: Any = None) -> EngineConfig:
-        """Return a copy with other policies (None: as before). Consent to an unsafe policy ends when that one leaves."""
+        """Return a copy with other policies (None: as before). Consent to an unsafe policy goes with it."""
         given = {"publication": publication, "coordination": coordination, "release": release}
         changes = {name: policy for name, policy in given.items() if policy is not None}
         if publication is not None and self.allow_unsafe not in (*PUBLICATION_POLICIES, policy_name(publication)):

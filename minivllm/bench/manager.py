@@ -21,8 +21,9 @@ from typing import Any, Protocol
 from minivllm.bench.reference_manager import ObviousManager
 from minivllm.cache.block_hash import BLOCK_HASHERS, SHA256, BlockHasher
 from minivllm.cache.block_pool import Block
+from minivllm.cache.block_table import NOTHING_COMPUTED, ComputedBlocks
 from minivllm.cache.eviction.lru import LRU
-from minivllm.cache.kv_cache_manager import NOTHING_COMPUTED, ComputedBlocks, KVCacheManager
+from minivllm.cache.kv_cache_manager import KVCacheManager
 from minivllm.cache.prefix_index.hash_map import HashMapIndex
 from minivllm.clock import WallClock
 from minivllm.errors import ConfigError, InvariantError

@@ -1,4 +1,5 @@
-"""The block table of one request: its blocks in the order of its tokens, and the hashes of those that are full.
+"""The block table of one request: its blocks in the order of its tokens, the hashes of those that are full, and what a
+look-up found for it.
 
 Knows one request's blocks. Must not know the pool, the index or other requests.
 """
@@ -10,7 +11,23 @@ from dataclasses import dataclass, field
 
 from minivllm.cache.block_hash import HashChain
 from minivllm.cache.block_pool import Block
-from minivllm.cache.token_check import Content
+from minivllm.cache.token_check import Collision, Content
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedBlocks:
+    """What a look-up found: published blocks, from behind those that the request holds itself to the first miss.
+
+    Good only until the next change of the pool: nothing holds the blocks yet. ``collision`` is the block at which
+    the check of token ids ended the look-up, if it did.
+    """
+
+    block_ids: tuple[int, ...]
+    num_tokens: int
+    collision: Collision | None = None
+
+
+NOTHING_COMPUTED = ComputedBlocks((), 0)
 
 
 @dataclass(slots=True)

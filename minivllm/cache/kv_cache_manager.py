@@ -11,35 +11,18 @@ must not know the scheduler, flights, when to publish, or how K/V is computed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from minivllm.cache.block_hash import SHA256, BlockHash, BlockHasher, HashChain
 from minivllm.cache.block_pool import Block, BlockPool
-from minivllm.cache.block_table import BlockTable
+from minivllm.cache.block_table import NOTHING_COMPUTED, BlockTable, ComputedBlocks
 from minivllm.cache.eviction.policy import EvictionPolicy
 from minivllm.cache.invariants import check_pool
 from minivllm.cache.prefix_index.index import PrefixIndex
-from minivllm.cache.token_check import Collision, TokenCheck
+from minivllm.cache.token_check import TokenCheck
 from minivllm.errors import InvariantError, OutOfBlocksError
 from minivllm.log import events as ev
 from minivllm.request import Request
 from minivllm.step import BlockCopy
-
-
-@dataclass(frozen=True, slots=True)
-class ComputedBlocks:
-    """What a look-up found: published blocks, from behind those that the request holds itself to the first miss.
-
-    Good only until the next change of the pool: nothing holds the blocks yet. ``collision`` is the block at which
-    the check of token ids ended the look-up, if it did.
-    """
-
-    block_ids: tuple[int, ...]
-    num_tokens: int
-    collision: Collision | None = None
-
-
-NOTHING_COMPUTED = ComputedBlocks((), 0)
 
 
 class KVCacheManager:

@@ -1,7 +1,7 @@
 """What the engine asks of a coordinator, in the order of a request's life.
 
 The base class is the coordinator that coordinates nothing: a subclass overrides what it needs.
-Knows request ids, hashes of blocks and what a coordinator may be told. Must not know block ids, the scheduler's lists or time.
+Knows request ids and hashes of blocks. Must not know block ids, the scheduler's lists or time.
 """
 
 from __future__ import annotations

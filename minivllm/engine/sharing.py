@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from minivllm.cache.block_hash import BlockHash
-from minivllm.cache.kv_cache_manager import ComputedBlocks, KVCacheManager
+from minivllm.cache.block_table import ComputedBlocks
+from minivllm.cache.kv_cache_manager import KVCacheManager
 from minivllm.cache.publication import Moment, is_safe
 from minivllm.config import EngineConfig, policy_name
 from minivllm.coordination.coordinator import Outlook

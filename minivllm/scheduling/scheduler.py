@@ -23,7 +23,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from minivllm.cache.kv_cache_manager import NOTHING_COMPUTED, ComputedBlocks, KVCacheManager
+from minivllm.cache.block_table import NOTHING_COMPUTED, ComputedBlocks
+from minivllm.cache.kv_cache_manager import KVCacheManager
 from minivllm.errors import UnknownRequestError
 from minivllm.log import events as ev
 from minivllm.request import Request, RequestState

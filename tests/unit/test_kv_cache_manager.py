@@ -13,10 +13,11 @@ import pytest
 
 from minivllm.cache.block_hash import HashChain
 from minivllm.cache.block_pool import Block
+from minivllm.cache.block_table import ComputedBlocks
 from minivllm.cache.eviction.lru import LRU
 from minivllm.cache.eviction.mru import MRU
 from minivllm.cache.eviction.policy import EvictionPolicy, Placement
-from minivllm.cache.kv_cache_manager import ComputedBlocks, KVCacheManager
+from minivllm.cache.kv_cache_manager import KVCacheManager
 from minivllm.cache.prefix_index.hash_map import HashMapIndex
 from minivllm.errors import InvariantError, OutOfBlocksError
 from minivllm.log import events as ev
