@@ -1,0 +1,116 @@
+"""The log: everything that happens in the engine, once and in order, and what can be computed from that alone.
+
+Owns the events, the tables of states and every fold over the log: the state at any moment, the figures, what each slot
+of the K/V pool holds, the timeline in text. Must not know the cache, the scheduler or the engine: they emit events, and
+whoever looks on (views, tables, tests) reads them here.
+
+Read in this order: `states` (what may happen to a block, and to a request in a flight), `event` and `events`,
+`event_log`, then `state` and `replay` (the state as a fold), `metrics` (TTFT, recovered tokens, hit rate). `kv_contents`
+and `timeline` are further folds, for when you need them.
+"""
+
+from minivllm.log.event import EVENT_KINDS, Event, event_from_dict
+from minivllm.log.event_log import EventLog
+from minivllm.log.events import (
+    BlockCopied,
+    BlocksAdopted,
+    BlocksAllocated,
+    BlocksDuplicated,
+    BlocksEvicted,
+    BlocksFreed,
+    BlocksHit,
+    BlocksPublished,
+    CacheReset,
+    ChunkComputed,
+    EngineStarted,
+    FlightHandedOver,
+    FlightJoined,
+    FlightLeft,
+    FlightOpened,
+    FlightReleased,
+    HashCollision,
+    PoliciesChanged,
+    PrefillFinished,
+    PrefixAwaited,
+    PrefixLookedUp,
+    PrefixReleased,
+    RecomputeChosen,
+    RequestAborted,
+    RequestAdmitted,
+    RequestArrived,
+    RequestDeferred,
+    RequestFailed,
+    RequestFinished,
+    RequestPreempted,
+    SampleHeld,
+    SampleLeads,
+    SamplesForked,
+    StepFailed,
+    StepScheduled,
+    TokenOut,
+)
+from minivllm.log.kv_contents import KVContents, kv_contents
+from minivllm.log.metrics import HitRate, Metrics, RequestMetrics
+from minivllm.log.replay import fold, replay
+from minivllm.log.state import BlockView, FlightView, RequestView, State
+from minivllm.log.states import BLOCK_TRANSITIONS, FLIGHT_TRANSITIONS, BlockAction, BlockState, FlightAction, Role
+
+__all__ = [
+    "BLOCK_TRANSITIONS",
+    "EVENT_KINDS",
+    "FLIGHT_TRANSITIONS",
+    "BlockAction",
+    "BlockCopied",
+    "BlockState",
+    "BlockView",
+    "BlocksAdopted",
+    "BlocksAllocated",
+    "BlocksDuplicated",
+    "BlocksEvicted",
+    "BlocksFreed",
+    "BlocksHit",
+    "BlocksPublished",
+    "CacheReset",
+    "ChunkComputed",
+    "EngineStarted",
+    "Event",
+    "EventLog",
+    "FlightAction",
+    "FlightHandedOver",
+    "FlightJoined",
+    "FlightLeft",
+    "FlightOpened",
+    "FlightReleased",
+    "FlightView",
+    "HashCollision",
+    "HitRate",
+    "KVContents",
+    "Metrics",
+    "PoliciesChanged",
+    "PrefillFinished",
+    "PrefixAwaited",
+    "PrefixLookedUp",
+    "PrefixReleased",
+    "RecomputeChosen",
+    "RequestAborted",
+    "RequestAdmitted",
+    "RequestArrived",
+    "RequestDeferred",
+    "RequestFailed",
+    "RequestFinished",
+    "RequestMetrics",
+    "RequestPreempted",
+    "RequestView",
+    "Role",
+    "SampleHeld",
+    "SampleLeads",
+    "SamplesForked",
+    "State",
+    "StepFailed",
+    "StepScheduled",
+    "TokenOut",
+    "event_from_dict",
+    "fold",
+    "kv_contents",
+    "replay",
+]
