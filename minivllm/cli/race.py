@@ -109,7 +109,8 @@ def add_to(commands: Any) -> None:
 
 def race(args: argparse.Namespace, console: Console) -> None:
     """Fire requests at a cold cache, and show what they recover."""
-    from minivllm.bench.race import race_heading, run_race
+    from minivllm.bench.race import run_race
+    from minivllm.bench.race_words import race_heading
     from minivllm.bench.workloads import Race
     from minivllm.config import EngineConfig
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from minivllm.cli.terminal import Channel
 from minivllm.log import events as ev
+from minivllm.log.lanes import Lanes, Phase
 from minivllm.log.metrics import Metrics, RequestMetrics
-from minivllm.log.timeline import Lanes, Phase
 
 if TYPE_CHECKING:
     from rich.live import Live

@@ -26,7 +26,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minivllm.errors import ConfigError, InvariantError, ModelError
-from minivllm.models.load import LoadedModel, check_safetensors, load_model, on_cpu, one_line
+from minivllm.models.folder import LoadedModel, check_safetensors, on_cpu
+from minivllm.models.hub import one_line
+from minivllm.models.load import load_model
 
 if TYPE_CHECKING:
     import mlx.core as mx

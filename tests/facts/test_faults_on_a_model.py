@@ -19,7 +19,8 @@ from minivllm.engine.core import EngineCore
 from minivllm.errors import ConfigError, RowError
 from minivllm.log import events as ev
 from minivllm.models.adapters import Adapters, make_adapter
-from minivllm.models.load import LoadedModel, load_model
+from minivllm.models.folder import LoadedModel
+from minivllm.models.load import load_model
 from minivllm.request import RequestState
 from minivllm.step import ScheduledStep
 from tests.facts.engines import MOST_STEPS, config, events_of, finish, numbers, step, table

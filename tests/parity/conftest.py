@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from minivllm.models.load import LoadedModel
+from minivllm.models.folder import LoadedModel
 from tests.parity.hand import FAMILIES, Hand, small_model
 
 

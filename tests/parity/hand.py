@@ -16,7 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from minivllm.errors import RowError
 from minivllm.models.adapters import Adapters
-from minivllm.models.load import LoadedModel
+from minivllm.models.folder import LoadedModel
 from minivllm.request import Request, Sampling, make_extra_keys
 from minivllm.step import BlockCopy, Phase, ScheduledRow, ScheduledStep
 

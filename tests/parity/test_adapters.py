@@ -25,7 +25,8 @@ from minivllm import Engine, EngineConfig, EngineCore, Sampling, Submission, rep
 from minivllm.errors import ConfigError, InvalidRequestError, InvariantError, ModelError
 from minivllm.log import events as ev
 from minivllm.models.adapters import CONFIG, WEIGHTS, Adapters, make_adapter
-from minivllm.models.load import LoadedModel, load_model
+from minivllm.models.folder import LoadedModel
+from minivllm.models.load import load_model
 from minivllm.request import Request
 from minivllm.runners.mlx import MLXRunner
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from minivllm.models.load import LoadedModel, load_model
+from minivllm.models.folder import LoadedModel
+from minivllm.models.load import load_model
 from tests.parity.hand import Hand, Reference
 
 pytestmark = pytest.mark.model

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from minivllm import EngineConfig, EngineCore, Sampling, Submission, replay
-from minivllm.models.load import LoadedModel, load_model
+from minivllm.models.folder import LoadedModel
+from minivllm.models.load import load_model
 from minivllm.request import Request, RequestState
 from minivllm.runners.mlx import MLXRunner
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from minivllm.cache.block_pool import SCRATCH_BLOCK_ID
 from minivllm.errors import ConfigError, InvariantError, ModelError
-from minivllm.models.load import LoadedModel
+from minivllm.models.folder import LoadedModel
 from minivllm.request import Request, Sampling
 from minivllm.runners import forward as forward_module
 from minivllm.runners import mlx as runner_module

@@ -20,7 +20,8 @@ import pytest
 from minivllm import EngineConfig, EngineCore, Sampling, Submission, replay
 from minivllm.errors import RowError
 from minivllm.models.adapters import CONFIG, WEIGHTS, Adapters
-from minivllm.models.load import LoadedModel, load_model
+from minivllm.models.folder import LoadedModel
+from minivllm.models.load import load_model
 from minivllm.request import Request, RequestState
 from minivllm.runners.mlx import MLXRunner
 from minivllm.runners.paged_cache import BlockPoolArrays

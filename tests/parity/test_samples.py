@@ -15,7 +15,8 @@ import pytest
 from minivllm import EngineConfig, EngineCore, Sampling, replay
 from minivllm.errors import InvariantError
 from minivllm.log import events as ev
-from minivllm.models.load import LoadedModel, load_model
+from minivllm.models.folder import LoadedModel
+from minivllm.models.load import load_model
 from minivllm.request import Request, RequestState
 from minivllm.runners.mlx import MLXRunner
 from minivllm.runners.paged_cache import BlockPoolArrays

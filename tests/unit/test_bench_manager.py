@@ -8,14 +8,8 @@ import random
 import pytest
 
 from minivllm.bench import manager as bench_manager
-from minivllm.bench.manager import (
-    ManagerBench,
-    Operation,
-    OperationCost,
-    Spread,
-    measure_growth,
-    run_bench_manager,
-)
+from minivllm.bench.manager import measure_growth, run_bench_manager
+from minivllm.bench.manager_report import ManagerBench, Operation, OperationCost, Spread
 from minivllm.bench.reference_manager import ObviousManager
 from minivllm.errors import ConfigError, InvariantError
 from minivllm.log import events as ev

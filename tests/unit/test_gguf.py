@@ -20,7 +20,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from minivllm.errors import ModelError
 from minivllm.models.downloads import SMOLLM2, fetch_packaged
 from minivllm.models.gguf import GGUFModel, load_gguf, mlx_name
-from minivllm.models.load import _byte_letters
+from minivllm.models.tiny import _byte_letters
 
 SIZES = {
     "model_type": "llama",

@@ -15,7 +15,8 @@ from minivllm.errors import InvariantError
 from minivllm.log import events as ev
 from minivllm.log.event import event_from_dict
 from minivllm.log.event_log import EventLog
-from minivllm.log.kv_contents import KVContents, Written, kv_contents
+from minivllm.log.kv_contents import KVContents, kv_contents
+from minivllm.log.kv_reads import Written
 from minivllm.request import ExtraKeys, MultimodalItem, Sampling, make_extra_keys
 from tests.property.steady import STEADY
 from tests.unit.small import FULL_PROMPT, check, events_of, run, small_core, step

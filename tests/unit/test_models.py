@@ -23,7 +23,8 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from minivllm.errors import ModelError, UnknownNameError
 from minivllm.models.downloads import SMOLLM2, checked_path
-from minivllm.models.load import OTHER_MODELS, LoadedModel, fetch, list_models, load_model
+from minivllm.models.folder import LoadedModel
+from minivllm.models.load import OTHER_MODELS, fetch, list_models, load_model
 
 ROOT = Path(__file__).parents[2]
 

@@ -14,7 +14,8 @@ from minivllm.config import EngineConfig
 from minivllm.cost import CostModel
 from minivllm.engine.core import EngineCore
 from minivllm.log import events as ev
-from minivllm.log.timeline import Lanes, Phase, can_write, draw_timeline
+from minivllm.log.lanes import Lanes, Phase
+from minivllm.log.timeline import can_write, draw_timeline
 from minivllm.runners.virtual import VirtualRunner
 
 EVEN = CostModel(step_ms=10.0, prefill_ms=9.0, decode_one_ms=0.0, decode_base_ms=0.0, decode_row_ms=0.0)

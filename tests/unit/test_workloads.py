@@ -6,7 +6,7 @@ import pytest
 
 from minivllm.bench.workloads import MAX_REQUESTS, Race, document_tokens, race_submissions
 from minivllm.errors import ConfigError, InvalidRequestError, UnknownNameError
-from minivllm.models.load import _byte_tokenizer
+from minivllm.models.tiny import _byte_tokenizer
 from minivllm.runners.virtual import VirtualTokenizer
 from minivllm.step import Tokenizer
 

@@ -1,0 +1,1 @@
+"""Lint, types and the direction of imports, as tests."""
