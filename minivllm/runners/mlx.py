@@ -28,8 +28,8 @@ import numpy as np  # noqa: E402
 
 from minivllm.errors import ConfigError, InvariantError, RowError  # noqa: E402
 from minivllm.models.adapters import Adapters  # noqa: E402
-from minivllm.models.folder import LoadedModel
-from minivllm.models.load import load_model
+from minivllm.models.folder import LoadedModel  # noqa: E402
+from minivllm.models.load import load_model  # noqa: E402
 from minivllm.request import Request  # noqa: E402
 from minivllm.runners.forward import Forward  # noqa: E402
 from minivllm.runners.memory import free_bytes, mib  # noqa: E402

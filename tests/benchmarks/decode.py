@@ -24,7 +24,7 @@ import numpy as np  # noqa: E402
 from mlx_lm.models.cache import BatchKVCache  # noqa: E402
 
 from minivllm.errors import MiniVLLMError  # noqa: E402
-from minivllm.models.folder import LoadedModel
+from minivllm.models.folder import LoadedModel  # noqa: E402
 from minivllm.request import Request  # noqa: E402
 from minivllm.runners.mlx import MLXRunner  # noqa: E402
 from minivllm.runners.paged_cache import Call, LayerView  # noqa: E402
