@@ -19,7 +19,7 @@ class ConfigError(MiniVLLMError, ValueError):
 
 
 class InvalidRequestError(MiniVLLMError, ValueError):
-    """A request that can never run: refused at the door, before it holds anything."""
+    """A request that can never run: refused at submission, before it holds anything."""
 
 
 class UnknownNameError(MiniVLLMError, ValueError):
@@ -47,7 +47,7 @@ class OutOfBlocksError(MiniVLLMError, RuntimeError):
 
 
 class InvariantError(MiniVLLMError, AssertionError):
-    """The engine's own books do not add up: a bug, never the caller's mistake."""
+    """The engine's own state contradicts itself: a bug, never the caller's mistake."""
 
 
 class ModelError(MiniVLLMError, RuntimeError):

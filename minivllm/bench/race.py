@@ -138,34 +138,34 @@ def run_race(
     EngineDeadError if the runner fails.
     """
     race = race or Race()
-    tell = on_change or (lambda events: None)
+    report = on_change or (lambda events: None)
     if engine is not None:
         if config is not None or model is not None:
             raise ConfigError("pass either engine= or a config and a model, not both: an engine has its own")
-        return _on_engine(race, engine, tell)
+        return _on_engine(race, engine, report)
     config = config or EngineConfig()
     model = model or "smollm2"
     if model == "virtual":
-        return _on_virtual_clock(race, config, tell)
+        return _on_virtual_clock(race, config, report)
     with Engine(model, config, progress=progress) as own:
-        return _on_engine(race, own, tell)
+        return _on_engine(race, own, report)
 
 
-def _on_virtual_clock(race: Race, config: EngineConfig, tell: OnChange) -> RaceResult:
+def _on_virtual_clock(race: Race, config: EngineConfig, report: OnChange) -> RaceResult:
     """Step a core here, so that nothing depends on threads."""
     runner = VirtualRunner()
     core = EngineCore(config, runner)
     core.submit_batch(race_submissions(race, runner.tokenizer))
-    told = 0
+    seen = 0
     while core.step():
-        tell(core.log.since(told))
-        told = len(core.log)
+        report(core.log.since(seen))
+        seen = len(core.log)
     result = _result(race, core, core.log.since(0))
     core.close()
     return result
 
 
-def _on_engine(race: Race, engine: Engine, tell: OnChange) -> RaceResult:
+def _on_engine(race: Race, engine: Engine, report: OnChange) -> RaceResult:
     """Fire the race at an engine on its own thread, and follow its log."""
     changed = threading.Event()
     remove_listener = engine.add_listener(changed.set)
@@ -173,15 +173,15 @@ def _on_engine(race: Race, engine: Engine, tell: OnChange) -> RaceResult:
     try:
         # Looking, resetting and entering are one command: no other caller can come between.
         start, names = engine.call_alone(functools.partial(_enter, race))
-        told, running = start, set(names)
+        seen, running = start, set(names)
         while running:
             changed.wait(_LIFE_SIGN_SECONDS)
             changed.clear()
             alive = engine.is_alive
-            fresh = engine.log.since(told)
-            told += len(fresh)
+            fresh = engine.log.since(seen)
+            seen += len(fresh)
             running -= {event.request_id for event in fresh if isinstance(event, _ENDS)}
-            tell(fresh)
+            report(fresh)
             if not alive:
                 break
             if running:

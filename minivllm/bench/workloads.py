@@ -19,7 +19,7 @@ from minivllm.step import Tokenizer
 ARRIVALS = ("together", "staggered")
 
 MAX_REQUESTS = 128
-"""Most requests in a race: so many prompts can be told apart by their first own token on any vocabulary."""
+"""Most requests in a race: so many prompts differ in their first own token on any vocabulary."""
 
 _SUBJECTS = (
     "The night librarian", "A careful baker", "The old lighthouse", "Our river ferry", "The second violin",
@@ -106,7 +106,7 @@ def race_submissions(race: Race, tokenizer: Tokenizer, *, prefix: str = "r") -> 
     """Return the race's submissions, with ids ``prefix`` + number.
 
     Prompts are made of plain sentences, so that a real model has something to go on; the same seed gives the
-    same prompts with the same tokenizer. End of sequence is ignored, so that every run puts out as many tokens.
+    same prompts with the same tokenizer. End of sequence is ignored, so that every run generates as many tokens.
     """
     num_own = race.prompt_tokens - race.num_shared_tokens
     shared = document_tokens(tokenizer, race.num_shared_tokens, race.seed)
@@ -115,7 +115,7 @@ def race_submissions(race: Race, tokenizer: Tokenizer, *, prefix: str = "r") -> 
     for number in range(race.num_requests):
         own = document_tokens(tokenizer, num_own, f"{race.seed}/{number}")
         if own:
-            # The first token of its own tells each prompt from the others, whatever the sentences begin with.
+            # The first token of its own distinguishes each prompt from the others, whatever the sentences begin with.
             own[0] = next(first_own)
         sampling = Sampling(
             max_tokens=race.max_tokens,

@@ -104,7 +104,7 @@ class BlockHasher(Protocol):
         """Return H(parent, token ids, extra keys) of one full block.
 
         Raises struct.error for a token id outside 0 to 2**64 - 1, and InvariantError for a parent that this hasher
-        did not make: its length is what tells where the parent ends.
+        did not make: its length shows where the parent ends.
         """
         if len(parent) != len(self.root):
             raise InvariantError(

@@ -13,6 +13,7 @@ from minivllm.cache.block_table import BlockTable
 from minivllm.cache.prefix_index.index import PrefixIndex
 from minivllm.cache.token_check import TokenCheck
 from minivllm.errors import InvariantError
+from minivllm.log.states import BLOCK_TRANSITIONS, BlockAction
 
 
 def check_pool(
@@ -34,6 +35,8 @@ def check_pool(
             raise InvariantError(f"{block!r} is in {users[block.block_id]} block tables")
         if (block.ref_count == 0) != (block.block_id in in_queue):
             raise InvariantError(f"{block!r} is in the free queue and in use, or in neither")
+        if block.ref_count and (block.state, BlockAction.FREE) not in BLOCK_TRANSITIONS:
+            raise InvariantError(f"{block!r} is {block.state.value} and in use, and could never be freed")
         if block.block_hash is not None:
             hashed[block.block_id] = block.block_hash
     if dict(map(reversed, index.items())) != hashed:  # type: ignore[arg-type]

@@ -108,21 +108,21 @@ class StoryLines:
 
     def __call__(self, events: Sequence[ev.Event]) -> None:
         """Take new events in, and write what they mean."""
-        told: list[tuple[ev.Event, list[str], str]] = []
+        reported: list[tuple[ev.Event, list[str], str]] = []
         for event in events:
             line = None if self._goes_on_waiting(event) else _told(event)
             if line is None:
                 continue
             names, what = line
-            if told and (told[-1][0].step, told[-1][2]) == (event.step, what):
-                told[-1][1].extend(names)
+            if reported and (reported[-1][0].step, reported[-1][2]) == (event.step, what):
+                reported[-1][1].extend(names)
             else:
-                told.append((event, list(names), what))
-        for event, names, what in told:
+                reported.append((event, list(names), what))
+        for event, names, what in reported:
             self._write(f"{event.ms:10,.1f} ms  {', '.join(names)}: {what}\n")
 
     def _goes_on_waiting(self, event: ev.Event) -> bool:
-        """Whether a held request only waits for the next block of the same leader: that is not told again."""
+        """Whether a held request only waits for the next block of the same leader: that is not reported again."""
         if isinstance(event, ev.PrefixReleased):
             for name in event.request_ids:
                 self._behind.pop(name, None)
@@ -134,7 +134,7 @@ class StoryLines:
 
 
 def _told(event: ev.Event) -> tuple[Sequence[str], str] | None:
-    """Return of whom an event tells, and what; None for one that is too small to be told."""
+    """Return whom an event is about, and what it says; None for one too small to report."""
     match event:
         case ev.FlightOpened(leader_id=name):
             return [name], "leads: the first with this prompt"

@@ -1,6 +1,6 @@
 """Coordination: who computes a prompt, who waits for it, and until when.
 
-Owns the coordinators. Each is told of a request's life (arrived, admitted, published, ended) and answers who may run.
+Owns the coordinators. The engine reports a request's life (arrived, admitted, published, ended); they say who may run.
 Must not know block ids, the scheduler's lists or time, nor the engine that asks.
 
 Read in this order: `coordinator` (what an engine asks; nobody waits), `release` (until when followers are held),

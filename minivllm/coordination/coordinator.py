@@ -50,7 +50,7 @@ class Coordinator:
     """What the engine asks, in the order of a request's life. Each call returns who is released. Make yours a subclass.
 
     The base of all coordinators: nobody waits for anybody, and only ids are kept. ``flights`` and
-    ``released_request_ids`` are the books of a single flight, ``awaiting`` says behind whom a request is held that
+    ``released_request_ids`` are the state of single flight, ``awaiting`` says behind whom a request is held that
     waits for a shared prefix: they are there, and empty, in every coordinator.
     """
 
@@ -103,14 +103,14 @@ class Coordinator:
         return NOBODY
 
     def request_ended(self, request_id: str, end: RequestState, *, prompt_is_published: bool) -> Released:
-        """A request ended, in whatever way. Raises UnknownRequestError for an id that is not in the books."""
+        """A request ended, in whatever way. Raises UnknownRequestError for an id that never arrived."""
         if request_id not in self._request_ids:
             raise UnknownRequestError(f"request {request_id!r} ended but never arrived")
         self._request_ids.remove(request_id)
         return NOBODY
 
     def check_invariants(self) -> None:
-        """Raise InvariantError if the books do not add up."""
+        """Raise InvariantError if the coordinator's state contradicts itself."""
 
 
 class IndependentCoordinator(Coordinator):

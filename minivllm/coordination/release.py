@@ -9,7 +9,7 @@ from typing import Protocol
 
 
 class ReleasePolicy(Protocol):
-    """Decides whether followers are let go as soon as the leader's prompt is computed."""
+    """Decides whether followers are released as soon as the leader's prompt is computed."""
 
     name: str
 

@@ -156,7 +156,7 @@ class SharedPrefixCoordinator(Coordinator):
         return self._gone(request_id, "preempted")
 
     def request_ended(self, request_id: str, end: RequestState, *, prompt_is_published: bool) -> Released:
-        """A follower leaves quietly; of a leader the followers look again."""
+        """A follower leaves without a trace; the followers of a leader look again."""
         super().request_ended(request_id, end, prompt_is_published=prompt_is_published)
         if request_id in self._followers:
             follower = self._followers[request_id]
@@ -201,7 +201,7 @@ class SharedPrefixCoordinator(Coordinator):
         del self._followers[follower_id]
         del self._leaders[self.awaiting.pop(follower_id)].followers[follower_id]
 
-    # -- Books -----------------------------------------------------------------------------------------------
+    # -- Invariants ------------------------------------------------------------------------------------------
 
     def check_invariants(self) -> None:
         """Raise InvariantError if leaders, followers and blocks contradict each other, or somebody waits in vain."""

@@ -10,8 +10,8 @@ with its own sampling.
                                       ended too early ───► the oldest follower leads
 
 A flight exists only while somebody waits or may come to wait: releasing removes the flight and its index entry.
-Of requests that were let go but have not ended, only the ids are kept, so that an end can still be told from an
-unknown id. Knows request ids, keys and flights; must not know blocks, the scheduler's lists or time. The design,
+Of requests that were released but have not ended, only the ids are kept, so that an end can still be
+distinguished from an unknown id. Knows request ids, keys and flights; must not know blocks, the scheduler's lists or time. The design,
 with its two ways of release, is that of mini-vllm-rs.
 """
 
@@ -54,7 +54,7 @@ class Flight:
 class PrefixCacheFlightCoordinator(Coordinator):
     """Single flight for identical prompts.
 
-    ``flights`` maps a flight's id to the flight; ``released_request_ids`` are requests that were let go (a
+    ``flights`` maps a flight's id to the flight; ``released_request_ids`` are requests that were released (a
     leader after its prefill, followers) and have not ended yet.
     """
 
@@ -170,3 +170,6 @@ class PrefixCacheFlightCoordinator(Coordinator):
         both = self.released_request_ids & members.keys()
         if both:
             raise InvariantError(f"requests {sorted(both)} are released and still in a flight")
+        for request_id in (*members, *self.released_request_ids):
+            if (self.role_of(request_id), FlightAction.END) not in FLIGHT_TRANSITIONS:
+                raise InvariantError(f"request {request_id!r} has a role that it could never end in")

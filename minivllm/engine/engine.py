@@ -162,7 +162,7 @@ class Engine:
         return self._worker.call(lambda core: core.state())
 
     def check_invariants(self) -> None:
-        """Raise InvariantError if the engine's books are wrong."""
+        """Raise InvariantError if the engine's state contradicts itself."""
         self._worker.call(lambda core: core.check_invariants())
 
     def reset_cache(self, *, abort_running: bool = False) -> bool:

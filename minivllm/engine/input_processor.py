@@ -1,4 +1,4 @@
-"""The door: what a caller hands in is checked whole before anything is held.
+"""Input processing: a submission is checked whole before anything is held for it.
 
 A submission that can never run is refused here, with what was wrong, the limit and what to do; what passes is a
 request, or one per sample. Knows the limits of the configuration and of the runner. Changes nothing in the engine:

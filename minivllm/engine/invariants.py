@@ -1,4 +1,4 @@
-"""The engine's own books: as a `State`, from its own objects, and whether they add up.
+"""The engine's state from its own objects, and whether its parts agree.
 
 Replaying the log must give the same state: a test holds the two equal after every action. Knows the parts of the
 engine, and changes none.
@@ -58,7 +58,7 @@ def check_engine(
     coordinator: Coordinator,
     max_num_seqs: int,
 ) -> None:
-    """Raise InvariantError if any of the books is wrong. Between steps only."""
+    """Raise InvariantError for the first contradiction. Between steps only."""
     manager.check_invariants()
     coordinator.check_invariants()
     lists = {

@@ -15,7 +15,7 @@ class Closable(Protocol):
     """Something that a cell makes and that holds a thread, memory or a place on the page until it is closed."""
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Release everything."""
         ...
 
 

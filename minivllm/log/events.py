@@ -267,7 +267,7 @@ class BlocksDuplicated(Event):
 @register
 @dataclass(slots=True)
 class BlocksFreed(Event):
-    """A request let go of its block table, tail first: each count went down by one.
+    """A request freed its block table, tail first: each count went down by one.
 
     ``to_front`` are now at the head of the free queue in this order, ``to_back`` at its end in this order (by
     the usual policy: those without a hash, and the published ones, which are still found); ``still_held`` are
@@ -430,7 +430,7 @@ class FlightJoined(Event):
 @register
 @dataclass(slots=True)
 class FlightReleased(Event):
-    """The flight is over; its followers are let go and may be admitted.
+    """The flight is over; its followers are released and may be admitted.
 
     ``reason`` is "prefill" (the leader's prompt is published), "finished" (the leader ended), or "aborted" /
     "failed" (the leader ended so, with nothing left to wait for).

@@ -1,6 +1,6 @@
 """What every slot of the pool holds, and who has read what there, as a pure fold over the log.
 
-The books of the engine say which block is found under which hash. This fold says what was really written:
+The prefix index says which block is found under which hash. This fold says what was really written:
 
     ChunkComputed   writes:  the K/V of the row's new tokens, each with all tokens before it
                     reads:   every slot from the row's start to its last new token, through its block table

@@ -52,7 +52,7 @@ class RequestMetrics:
 
     @property
     def output_tokens(self) -> int:
-        """Tokens put out so far."""
+        """Output tokens so far."""
         return len(self.output_token_ids)
 
     @property

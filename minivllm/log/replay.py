@@ -17,7 +17,7 @@ from typing import Any
 
 from minivllm.log import events as ev
 from minivllm.log.state import BlockView, FlightView, RequestView, State
-from minivllm.log.states import BlockAction
+from minivllm.log.states import BlockAction, FlightAction
 from minivllm.request import RequestState
 
 
@@ -199,10 +199,12 @@ def _cache_reset(state: State, e: ev.CacheReset) -> None:
 
 
 def _flight_opened(state: State, e: ev.FlightOpened) -> None:
+    state.requests[e.leader_id].act(FlightAction.OPEN)
     state.flights[e.flight_id] = FlightView(e.leader_id)
 
 
 def _flight_joined(state: State, e: ev.FlightJoined) -> None:
+    state.requests[e.request_id].act(FlightAction.JOIN)
     state.flights[e.flight_id].follower_ids.append(e.request_id)
     state.hold(e.request_id)
 
@@ -210,13 +212,17 @@ def _flight_joined(state: State, e: ev.FlightJoined) -> None:
 def _flight_released(state: State, e: ev.FlightReleased) -> None:
     del state.flights[e.flight_id]
     if e.reason == "prefill":
+        state.requests[e.leader_id].act(FlightAction.PUBLISH)
         state.released_request_ids.add(e.leader_id)
+    for request_id in e.request_ids:
+        state.requests[request_id].act(FlightAction.RELEASE)
     state.released_request_ids.update(e.request_ids)
     state.enqueue(e.request_ids)
 
 
 def _flight_handed_over(state: State, e: ev.FlightHandedOver) -> None:
     flight = state.flights[e.flight_id]
+    state.requests[e.to_id].act(FlightAction.LEAD)
     flight.leader_id = e.to_id
     flight.follower_ids.remove(e.to_id)
     state.enqueue((e.to_id,))

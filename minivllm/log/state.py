@@ -12,7 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from minivllm.errors import InvariantError
-from minivllm.log.states import BLOCK_TRANSITIONS, BlockAction, BlockState
+from minivllm.log.states import (
+    BLOCK_TRANSITIONS,
+    FLIGHT_TRANSITIONS,
+    BlockAction,
+    BlockState,
+    FlightAction,
+    Role,
+)
 from minivllm.request import TRANSITIONS, RequestState
 
 
@@ -36,7 +43,7 @@ class BlockView:
 
 @dataclass(slots=True)
 class RequestView:
-    """One request that has arrived or is to arrive: what it has computed, put out and holds."""
+    """One request that has arrived or is to arrive: what it has computed, generated and holds."""
 
     state: RequestState
     arrival: int = -1
@@ -49,12 +56,22 @@ class RequestView:
     block_ids: list[int] = field(default_factory=list)
     rank: int = 0
     sample_of: str = ""  # the first sample, while this one is held behind it
+    role: Role = Role.INDEPENDENT  # in a flight
 
     def move(self, state: RequestState) -> None:
         """Change the state. Raises InvariantError for a move that `TRANSITIONS` does not have."""
         if state not in TRANSITIONS[self.state]:
             raise InvariantError(f"the log moves a request from {self.state.value} to {state.value}: it cannot be so")
         self.state = state
+
+    def act(self, action: FlightAction) -> None:
+        """Change the role. Raises InvariantError for what `FLIGHT_TRANSITIONS` does not have."""
+        role = FLIGHT_TRANSITIONS.get((self.role, action))
+        if role is None:
+            raise InvariantError(
+                f"the log says {action.value!r} of a request that is {self.role.value} in its flight: it cannot be so"
+            )
+        self.role = role
 
 
 @dataclass(slots=True)
@@ -149,6 +166,8 @@ class State:
         """Take a request out of every list."""
         view = self.requests[request_id]
         view.move(state)
+        if view.role is not Role.INDEPENDENT:
+            view.act(FlightAction.END)
         if request_id in self.waiting:
             self.waiting.remove(request_id)
         if request_id in self.running:

@@ -84,7 +84,7 @@ class Adapters:
             return
         if name not in self._swaps:
             raise InvariantError(
-                f"adapter {name!r} is not loaded; a request for it should have been refused at the door"
+                f"adapter {name!r} is not loaded; a request for it should have been refused at submission"
             )
         swaps = self._swaps[name]
         try:

@@ -143,7 +143,7 @@ def _has_cuda_backend() -> bool:
 
 
 def _file_of(name: str) -> str | None:
-    """Return the file behind a loaded library, or None where the system does not tell."""
+    """Return the file behind a loaded library, or None where the system does not say."""
     if "/" in name:
         return name
     stem = name.split(".so")[0]

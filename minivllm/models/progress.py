@@ -27,7 +27,7 @@ class ProgressOnStderr:
 
     def wait(self, started: Future[T]) -> T:
         """Wait for the value, and report meanwhile. Raises what the future raises."""
-        told = False
+        reported = False
         while True:
             try:
                 value = started.result(timeout=0.25)
@@ -39,9 +39,9 @@ class ProgressOnStderr:
                     of = f" of {total / 1e6:.0f}" if total else ""
                     sys.stderr.write(f"\r{what}: {done / 1e6:.0f}{of} MB")
                     sys.stderr.flush()
-                    told = True
+                    reported = True
                 continue
             finally:
-                if told and started.done():
+                if reported and started.done():
                     sys.stderr.write("\n")
             return value

@@ -22,7 +22,7 @@ def free_bytes() -> int:
             return max(int(device[key]) - used, 0)
     if sys.platform == "linux":
         return linux_free_bytes()
-    return sys.maxsize  # nobody to ask: the allocation itself tells
+    return sys.maxsize  # unknown: the allocation itself will show
 
 
 def linux_free_bytes(root: Path = Path("/")) -> int:

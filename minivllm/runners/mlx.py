@@ -139,7 +139,7 @@ class MLXRunner:
         """Do nothing: all that is known of a request comes with each row."""
 
     def close(self) -> None:
-        """Free the pool and let go of the model. Safe after an error, and twice."""
+        """Free the pool and the model. Safe after an error, and twice."""
         self._pool = None
         self._forward = None
         self._adapters = None

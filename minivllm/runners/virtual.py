@@ -1,6 +1,6 @@
 """A runner that computes nothing: a cost model moves a clock, and a stand-in draws the tokens.
 
-The engine cannot tell it from a real one, so that scheduling, publication and coordination run as they are, in
+To the engine it is like a real one, so that scheduling, publication and coordination run as they are, in
 no time and the same on every machine. Tokens are a function of all that a real model's would depend on: the prompt,
 the adapter, what stands behind multimodal tokens, the sampling and the place. Equal requests draw equal tokens. Blocks
 hold nothing, so there is nothing to copy. Must not import MLX.

@@ -11,7 +11,7 @@ prefill). When blocks run out, a victim (of the least important running requests
 up and will compute again; a step that preempts admits nobody.
 
 Knows requests, lists and numbers of tokens; it alone changes which list a request is in. Must not know when
-blocks are published, who waits for whom and why, or how a step is computed: it asks and tells a `SchedulerHooks`.
+blocks are published, who waits for whom and why, or how a step is computed: it asks its `SchedulerHooks`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Verdict(enum.Enum):
 
 
 class SchedulerHooks(Protocol):
-    """Who is asked and told while a step is made. The scheduler knows no more of coordination and publication."""
+    """What the scheduler calls while it makes a step: all that it knows of coordination and publication."""
 
     def may_admit(self, request: Request, computed: ComputedBlocks, budget_left: int) -> Verdict:
         """Whether a waiting request may run, given what was found for it and the tokens that the step has left."""

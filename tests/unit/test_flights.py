@@ -14,7 +14,9 @@ from minivllm.engine.input_processor import Submission
 from minivllm.errors import InvariantError, UnknownRequestError
 from minivllm.log import events as ev
 from minivllm.log.metrics import Metrics
-from minivllm.log.states import Role
+from minivllm.log.replay import fold
+from minivllm.log.state import RequestView, State
+from minivllm.log.states import FLIGHT_TRANSITIONS, FlightAction, Role
 from minivllm.request import Request, RequestState, Sampling, make_extra_keys
 from tests.unit.small import FULL_PROMPT, check, events_of, recovered, run, small_core, step
 
@@ -491,3 +493,61 @@ def test_a_release_policy_of_ones_own_decides_by_the_number_of_followers() -> No
 def _end_early(core: EngineCore, name: str, end: RequestState) -> None:
     ended = core.abort(name) if end is ABORTED else core.fail(name, ValueError("told to"))
     assert ended
+
+
+# -- The table of roles ------------------------------------------------------------------------------------
+
+
+def in_role(role: Role) -> PrefixCacheFlightCoordinator:
+    """Return a coordinator to which request "x" is in this role; "a" leads where somebody else must."""
+    names = {Role.INDEPENDENT: "", Role.LEADER: "xb", Role.FOLLOWER: "ax", Role.RELEASED: "ax"}
+    flights, _ = coordinator(*names[role], release=ReleaseAfterPrefill())
+    if role is Role.RELEASED:
+        flights.prompt_published("a")
+    assert flights.role_of("x") is role
+    return flights
+
+
+def act(flights: PrefixCacheFlightCoordinator, action: FlightAction) -> None:
+    """Let what the table calls by this name happen to request "x"."""
+    match action:
+        case FlightAction.OPEN | FlightAction.JOIN:
+            if action is FlightAction.JOIN:
+                flights.arrive(request("a"))
+            flights.arrive(request("x"))
+        case FlightAction.PUBLISH:
+            flights.prompt_published("x")
+        case FlightAction.RELEASE:
+            flights.prompt_published("a")
+        case FlightAction.LEAD:
+            flights.request_ended("a", ABORTED, prompt_is_published=False)
+        case FlightAction.END:
+            flights.request_ended("x", FINISHED, prompt_is_published=True)
+
+
+@pytest.mark.parametrize(("role", "action"), FLIGHT_TRANSITIONS, ids=lambda each: each.value)
+def test_each_move_of_the_table_is_made(role: Role, action: FlightAction) -> None:
+    flights = in_role(role)
+    act(flights, action)
+    assert flights.role_of("x") is FLIGHT_TRANSITIONS[role, action]
+    flights.check_invariants()
+
+
+@pytest.mark.parametrize("role", Role, ids=lambda role: role.value)
+@pytest.mark.parametrize("action", [FlightAction.PUBLISH, FlightAction.END], ids=lambda action: action.value)
+def test_what_the_table_does_not_have_is_refused(role: Role, action: FlightAction) -> None:
+    flights = in_role(role)
+    if (role, action) in FLIGHT_TRANSITIONS:
+        act(flights, action)
+    else:
+        with pytest.raises(UnknownRequestError):
+            act(flights, action)
+    flights.check_invariants()
+
+
+def test_a_log_that_breaks_the_table_is_refused() -> None:
+    state = State()
+    state.requests["a"] = RequestView(RequestState.WAITING)
+    fold(state, ev.FlightOpened(0, "a"))
+    with pytest.raises(InvariantError, match="'open' of a request that is leader in its flight"):
+        fold(state, ev.FlightOpened(1, "a"))
