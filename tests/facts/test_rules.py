@@ -103,7 +103,8 @@ LITERAL = {
 """The hash of the second block of [0, 1, 2, 3, 300, 2**40, 6, 7], adapter ``a``, an item, salt ``s``."""
 
 CHAIN = (
-    "from minivllm.cache.block_hash import BLOCK_HASHERS, HashChain, MultimodalItem, make_extra_keys\n"
+    "from minivllm.cache.block_hash import BLOCK_HASHERS, HashChain\n"
+    "from minivllm.request import MultimodalItem, make_extra_keys\n"
     "keys = make_extra_keys(adapter='a', multimodal=[MultimodalItem('cat', 3, 2)], cache_salt='s')\n"
     "for name in ('sha256', 'xxh3-128'):\n"
     "    chain = HashChain(4, keys, BLOCK_HASHERS[name])\n"

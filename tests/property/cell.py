@@ -89,7 +89,7 @@ def cell(failure: Failure) -> str:
     reads = failure.kind in ("reads", "step")
     names = ["EngineConfig", "EngineCore", "Submission", "Sampling", "VirtualRunner", "Metrics", "replay"]
     lines = [f"from minivllm import {', '.join(names)}"]
-    lines.append("from minivllm.cache.block_hash import MultimodalItem")
+    lines.append("from minivllm import MultimodalItem")
     lines.append("from minivllm.errors import EngineDeadError, MiniVLLMError, RowError")
     lines.extend(_CHECK.splitlines())
     if special or reads:
