@@ -63,13 +63,9 @@ class FreeBlockQueue:
         self._head, self._tail = Block(-1), Block(-1)
         self._head.next_free, self._tail.prev_free = self._tail, self._head
         self.num_free = 0
-        self.append_all(blocks)
+        self.append_n(blocks)
 
-    def popleft(self) -> Block:
-        """Take the block at the head. Raises OutOfBlocksError if there is none."""
-        return self.popleft_many(1)[0]
-
-    def popleft_many(self, num_blocks: int) -> list[Block]:
+    def popleft_n(self, num_blocks: int) -> list[Block]:
         """Take blocks from the head, in their order. Raises OutOfBlocksError, with nothing changed, for too many."""
         if num_blocks > self.num_free:
             raise OutOfBlocksError(
@@ -89,11 +85,7 @@ class FreeBlockQueue:
         self.num_free -= len(taken)
         return taken
 
-    def remove(self, block: Block) -> None:
-        """Unlink a block from wherever it is. Raises InvariantError if it is not in the queue."""
-        self.remove_all((block,))
-
-    def remove_all(self, blocks: Sequence[Block]) -> None:
+    def remove_n(self, blocks: Sequence[Block]) -> None:
         """Unlink blocks from wherever they are. Raises InvariantError at the first one that is not in the queue.
 
         A freed chain lies there tail first, so the hits on it, head first, are neighbours: such a run is cut as one.
@@ -118,16 +110,12 @@ class FreeBlockQueue:
         if before is not None and after is not None:
             before.next_free, after.prev_free = after, before
 
-    def append(self, block: Block) -> None:
-        """Put a block at the end: reused last."""
-        self.append_all((block,))
-
-    def append_all(self, blocks: Sequence[Block]) -> None:
+    def append_n(self, blocks: Sequence[Block]) -> None:
         """Put blocks at the end, so that ``blocks[-1]`` is reused last of all."""
         assert self._tail.prev_free is not None
         self._insert(self._tail.prev_free, blocks, self._tail)
 
-    def prepend_all(self, blocks: Sequence[Block]) -> None:
+    def prepend_n(self, blocks: Sequence[Block]) -> None:
         """Put blocks at the head, so that ``blocks[0]`` is reused next, then ``blocks[1]``, and so on."""
         assert self._head.next_free is not None
         self._insert(self._head, blocks, self._head.next_free)
@@ -189,7 +177,7 @@ class BlockPool:
         """Blocks with a count of 0, published ones included."""
         return self.free_queue.num_free
 
-    def take(self, num_blocks: int) -> list[Block]:
+    def get_new_blocks(self, num_blocks: int) -> list[Block]:
         """Pop blocks from the head of the free queue and count one user for each. All or nothing.
 
         The blocks may still carry the hash of what they held: the caller forgets it before anything else.
@@ -200,18 +188,12 @@ class BlockPool:
                 f"{num_blocks} blocks were asked for and {self.num_free} of {self.num_blocks} are free; "
                 "wait for a request to end or make a larger pool"
             )
-        taken = self.free_queue.popleft_many(num_blocks)
+        taken = self.free_queue.popleft_n(num_blocks)
         for block in taken:
             block.ref_count = 1
         return taken
 
-    def share(self, block: Block) -> None:
-        """Count one more user of a block (published, or shared by samples); it leaves the free queue."""
-        if block.ref_count == 0:
-            self.free_queue.remove(block)
-        block.ref_count += 1
-
-    def share_all(self, blocks: Sequence[Block]) -> None:
+    def touch(self, blocks: Sequence[Block]) -> None:
         """Count one more user of each block (published, or shared by samples); those in the free queue leave it."""
         freed = []
         for block in blocks:
@@ -219,19 +201,9 @@ class BlockPool:
             if count == 0:
                 freed.append(block)
             block.ref_count = count + 1
-        self.free_queue.remove_all(freed)
+        self.free_queue.remove_n(freed)
 
-    def drop(self, block: Block) -> bool:
-        """Count one user less and return whether that was the last one.
-
-        The caller then puts the block back into the free queue. Raises InvariantError for a count below 0.
-        """
-        if block.ref_count < 1:
-            raise InvariantError(f"block {block.block_id} was freed once too often")
-        block.ref_count -= 1
-        return block.ref_count == 0
-
-    def drop_all(self, blocks: Sequence[Block]) -> Dropped:
+    def free_blocks(self, blocks: Sequence[Block]) -> Dropped:
         """Count one user less of each block, in their order.
 
         The caller then puts those that became free back into the free queue. Raises InvariantError, with nothing

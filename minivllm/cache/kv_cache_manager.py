@@ -154,7 +154,7 @@ class KVCacheManager:
         copied = table.is_shared_at(num_known, self.block_size)
         if num_new + copied <= 0:
             return None
-        taken = self.pool.take(num_new + copied)
+        taken = self.pool.get_new_blocks(num_new + copied)
         self._forget(request.request_id, taken)
         copy = self._copy_on_write(request, table, num_known, taken.pop(0)) if copied else None
         if taken:
@@ -166,7 +166,7 @@ class KVCacheManager:
         """Count one more user of each block found, and append them to the block table."""
         if len(table.blocks) * self.block_size != request.num_computed_tokens:
             raise InvariantError(f"request {request.request_id!r} is inside a block of its own and cannot take hits")
-        self.pool.share_all(hits)
+        self.pool.touch(hits)
         if table.num_settled == len(table.blocks):
             table.num_settled += len(hits)
         adopted = bool(table.blocks)
@@ -180,7 +180,7 @@ class KVCacheManager:
         """Put ``block`` in the place of the last one, which other samples go on reading."""
         position, num_tokens = divmod(num_known, self.block_size)
         source = table.blocks[position]
-        self.pool.drop(source)  # the others hold it: it cannot become free
+        self.pool.free_blocks([source])  # the others hold it: it cannot become free
         table.blocks[position] = block
         self._emit(ev.BlockCopied(request.request_id, source.block_id, block.block_id, num_tokens))
         return BlockCopy(source.block_id, block.block_id)
@@ -194,7 +194,7 @@ class KVCacheManager:
         for sample in samples:
             if self.block_ids(sample.request_id):
                 raise InvariantError(f"sample {sample.request_id!r} holds blocks already")
-            self.pool.share_all(table.blocks)
+            self.pool.touch(table.blocks)
             self._tables[sample.request_id] = table.fork()
         names = tuple(sample.request_id for sample in samples)
         self._emit(ev.SamplesForked(request.request_id, names, self.block_ids(request.request_id)))
@@ -301,15 +301,15 @@ class KVCacheManager:
         table = self._tables.pop(request.request_id, None)
         if table is None or not table.blocks:
             return
-        freed, still_held = self.pool.drop_all(table.blocks[::-1])
+        freed, still_held = self.pool.free_blocks(table.blocks[::-1])
         if self._duplicates:
             self._duplicates.difference_update([block.block_id for block in freed])
         placement = self.eviction.place(freed)
         if not placement.is_whole(freed):
             name = type(self.eviction).__name__
             raise InvariantError(f"eviction policy {name} did not place each freed block once")
-        self.pool.free_queue.prepend_all(placement.to_front)
-        self.pool.free_queue.append_all(placement.to_back)
+        self.pool.free_queue.prepend_n(placement.to_front)
+        self.pool.free_queue.append_n(placement.to_back)
         self._emit(
             ev.BlocksFreed(
                 request.request_id,

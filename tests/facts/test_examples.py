@@ -192,7 +192,7 @@ def test_asking_for_more_blocks_than_are_free_says_both_numbers() -> None:
     with pytest.raises(OutOfBlocksError, match=r"asks for 6 blocks and 5 of 10 are free"):
         core.manager.allocate_slots(Request("big", tuple(numbers(100, 90))), 90)
     with pytest.raises(OutOfBlocksError, match=r"6 blocks were asked for and 5 of 10 are free"):
-        core.manager.pool.take(6)
+        core.manager.pool.get_new_blocks(6)
     with pytest.raises(OutOfBlocksError, match=r"6 blocks were asked for and 5 are free"):
-        core.manager.pool.free_queue.popleft_many(6)
+        core.manager.pool.free_queue.popleft_n(6)
     assert core.manager.pool.num_free == 5

@@ -364,13 +364,13 @@ def test_an_adoption_that_finds_no_room_for_its_chunk_changes_nothing() -> None:
 @fact("fault-leaked-counts")
 def test_a_count_below_0_is_an_error_at_once_and_changes_nothing() -> None:
     pool = BlockPool(4)
-    blocks = pool.take(3)
-    assert pool.drop(blocks[1]) is True
+    blocks = pool.get_new_blocks(3)
+    assert pool.free_blocks([blocks[1]]).freed == [blocks[1]]
     with pytest.raises(InvariantError, match="freed once too often"):
-        pool.drop(blocks[1])
-    pool.free_queue.append(blocks[1])
+        pool.free_blocks([blocks[1]])
+    pool.free_queue.append_n([blocks[1]])
     with pytest.raises(InvariantError, match="freed once too often"):
-        pool.drop_all(blocks)
+        pool.free_blocks(blocks)
     assert [block.ref_count for block in blocks] == [1, 0, 1]
 
 

@@ -248,7 +248,7 @@ EDITS: tuple[Edit, ...] = (
     Edit(
         "cache/block_pool",
         "a-hit-stays-in-the-queue",
-        "self.free_queue.remove_all(freed)\n",
+        "self.free_queue.remove_n(freed)\n",
         "",
     ),
     Edit(
@@ -268,12 +268,6 @@ EDITS: tuple[Edit, ...] = (
         "a-count-below-0-leaves-others-lowered",
         "                    dropped.ref_count += 1\n",
         "                    dropped.ref_count += 0\n",
-    ),
-    Edit(
-        "cache/block_pool",
-        "one-drop-below-0",
-        "if block.ref_count < 1:",
-        "if block.ref_count < 0:",
     ),
     Edit(
         "cache/block_pool",
@@ -390,7 +384,7 @@ EDITS: tuple[Edit, ...] = (
         "new-blocks-before-hits",
         "        if hits:\n            self._take_hits(request, table, computed, hits)\n        if computed.collision",
         "        num_known = request.num_computed_tokens + computed.num_tokens\n"
-        "        early = self.pool.take(\n"
+        "        early = self.pool.get_new_blocks(\n"
         "            max(self.num_blocks_for(num_known + num_new_tokens) - len(table.blocks) - "
         "len(hits), 0) if hits else 0\n"
         "        )\n"
@@ -412,7 +406,7 @@ EDITS: tuple[Edit, ...] = (
         "        hits = self._hits(computed)\n"
         "        needed = self._num_blocks_needed(request, num_new_tokens, computed, hits)\n"
         "        if needed > self.pool.num_free:\n"
-        "            self.pool.share_all(hits)\n"
+        "            self.pool.touch(hits)\n"
         "            raise",
     ),
     Edit(
@@ -488,8 +482,8 @@ EDITS: tuple[Edit, ...] = (
     Edit(
         "cache/kv_cache_manager",
         "freed-head-first",
-        "self.pool.drop_all(table.blocks[::-1])",
-        "self.pool.drop_all(table.blocks)",
+        "self.pool.free_blocks(table.blocks[::-1])",
+        "self.pool.free_blocks(table.blocks)",
     ),
     Edit(
         "cache/kv_cache_manager",
@@ -524,7 +518,7 @@ EDITS: tuple[Edit, ...] = (
     Edit(
         "cache/kv_cache_manager",
         "the-copied-block-keeps-its-count",
-        "        self.pool.drop(source)  # the others",
+        "        self.pool.free_blocks([source])  # the others",
         "        # the others",
     ),
     Edit(
@@ -554,14 +548,14 @@ EDITS: tuple[Edit, ...] = (
     Edit(
         "cache/kv_cache_manager",
         "samples-are-not-counted",
-        "            self.pool.share_all(table.blocks)\n",
+        "            self.pool.touch(table.blocks)\n",
         "",
     ),
     Edit(
         "cache/kv_cache_manager",
         "a-look-up-counts-its-hits",
         "        collision = None\n        if self._check is not None:",
-        "        self.pool.share_all([self.pool.blocks[i - 1] for i in block_ids])\n        collision = None\n        if self._check is not None:",
+        "        self.pool.touch([self.pool.blocks[i - 1] for i in block_ids])\n        collision = None\n        if self._check is not None:",
     ),
     Edit(
         "cache/token_check",

@@ -28,35 +28,35 @@ def test_the_free_queue_behaves_like_a_list(size: int, data: st.DataObject) -> N
     queue, model, outside = FreeBlockQueue(blocks), list(blocks), list[Block]()
     for _ in range(data.draw(st.integers(0, 25), "moves")):
         moves = ["pop", "remove"] * bool(model) + ["append"] * bool(outside)
-        moves += ["prepend_all", "append_all", "popleft_many", "remove_all"]
+        moves += ["prepend_n", "append_n", "popleft_n", "remove_all"]
         move = data.draw(st.sampled_from(moves))
         if move == "pop":
-            block = queue.popleft()
+            block = queue.popleft_n(1)[0]
             assert block is model.pop(0)
             outside.append(block)
-        elif move == "popleft_many":
+        elif move == "popleft_n":
             count = data.draw(st.integers(0, len(model)))
-            assert queue.popleft_many(count) == model[:count]
+            assert queue.popleft_n(count) == model[:count]
             outside, model = [*outside, *model[:count]], model[count:]
         elif move == "remove":
             block = data.draw(st.sampled_from(model))
-            queue.remove(block)
+            queue.remove_n([block])
             model.remove(block)
             outside.append(block)
         elif move == "remove_all":
             chosen = some_of(data, model)
-            queue.remove_all(chosen)
+            queue.remove_n(chosen)
             outside, model = [*outside, *chosen], [block for block in model if block not in chosen]
         elif move == "append":
             block = data.draw(st.sampled_from(outside))
-            queue.append(block)
+            queue.append_n([block])
             outside.remove(block)
             model.append(block)
         else:
             chosen = some_of(data, outside)
             getattr(queue, move)(chosen)
             outside = [block for block in outside if block not in chosen]
-            model = [*chosen, *model] if move == "prepend_all" else [*model, *chosen]
+            model = [*chosen, *model] if move == "prepend_n" else [*model, *chosen]
         assert list(queue) == model
         assert len(queue) == queue.num_free == len(model)
         assert all((block in queue) == (block in model) for block in blocks)

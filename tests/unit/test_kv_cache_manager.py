@@ -488,11 +488,11 @@ def _count_too_high(manager: KVCacheManager) -> None:
 
 
 def _free_and_in_use(manager: KVCacheManager) -> None:
-    manager.pool.free_queue.append(manager.pool.blocks[0])
+    manager.pool.free_queue.append_n([manager.pool.blocks[0]])
 
 
 def _lost(manager: KVCacheManager) -> None:
-    manager.pool.free_queue.popleft()
+    manager.pool.free_queue.popleft_n(1)[0]
 
 
 def _hash_without_entry(manager: KVCacheManager) -> None:
