@@ -11,9 +11,9 @@ leader that ends too early hands over. They differ in two places only, and each 
     3  DrainingWithLeader   the flight stays and drains: it knows its followers and perhaps its leader
     4  ReleasedIdsApart     the flight is gone; a set of ids says who was let go
 
-The engine has the fourth (`minivllm.coordination.single_flight`); the other three are here to be looked at, and the engine must never
-import this file. `compare` drives any of them with the same calls. Knows request ids and prompts; must not know
-blocks, the scheduler or time. The four steps are those by which mini-vllm-rs came to its coordinator.
+The engine has the fourth (`minivllm.coordination.single_flight`); the other three are here to be looked at, and the
+engine must never import this file. `compare` drives any of them with the same calls. Knows request ids and prompts;
+must not know blocks, the scheduler or time. The four steps are those by which mini-vllm-rs came to its coordinator.
 """
 
 from __future__ import annotations

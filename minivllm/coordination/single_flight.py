@@ -9,10 +9,10 @@ with its own sampling.
           └──► follower (held) ─┘     request ended ─────► flight over, followers released   (on completion)
                                       ended too early ───► the oldest follower leads
 
-A flight exists only while somebody waits or may come to wait: releasing removes the flight and its index entry.
-Of requests that were released but have not ended, only the ids are kept, so that an end can still be
-distinguished from an unknown id. Knows request ids, keys and flights; must not know blocks, the scheduler's lists or time. The design,
-with its two ways of release, is that of mini-vllm-rs.
+A flight exists only while somebody waits or may come to wait: releasing removes the flight and its index entry. Of
+requests that were released but have not ended, only the ids are kept, so that an end can still be distinguished from an
+unknown id. Knows request ids, keys and flights; must not know blocks, the scheduler's lists or time. The design, with
+its two ways of release, is that of mini-vllm-rs.
 """
 
 from __future__ import annotations

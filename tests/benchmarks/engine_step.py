@@ -3,7 +3,7 @@
     python tests/benchmarks/engine_step.py [--model virtual|tiny|smollm2] [--rows 8] [--blocks 1024] [--context 1000]
 
 Both parts of each step are timed in the same step: the time inside `Runner.execute`, and all the rest (schedule,
-allocate, publish, tell, log). Medians over the steps in which all rows decode.
+allocate, publish, output, log). Medians over the steps in which all rows decode.
 """
 
 from __future__ import annotations

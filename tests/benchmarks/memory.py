@@ -3,7 +3,7 @@
     python tests/benchmarks/memory.py [labs/01_the_cold_cache_race.ipynb ...]
 
 Each lab is run from top to bottom in a new kernel, beside a JupyterLab server. Shared pages are counted once (PSS)
-where the system tells them, else resident pages are added up. Binder gives 2 GB.
+where the system reports them, else resident pages are added up. Binder gives 2 GB.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class NoChromiumError(RuntimeError):
 
 
 def find_chromium() -> str:
-    """Return the path of the first browser that tells its version.
+    """Return the path of the first browser that reports its version.
 
     It is started for that, as a name may be a stub with nothing behind it (Ubuntu's ``chromium-browser``
     without snap). ``CHROME`` in the environment is tried alone. Raises NoChromiumError.

@@ -99,7 +99,7 @@ _FAULTS = {
     "fault-leaked-counts": "Whatever fails, counts are as before; a count below 0 is an error at once.",
     "fault-full-hit": "A full hit still computes a token and answers.",
     "fault-double-counting": "Retries, chunks, waiting and resumption add nothing to the figures.",
-    "fault-salt-lost": "A salt, an adapter or an item given at the door reaches the hash, on every way in.",
+    "fault-salt-lost": "A salt, an adapter or an item given at submission reaches the hash, on every way in.",
     "fault-key-collisions": "Only the very same tokens and keys have the same hash.",
     "fault-publication-moment": "Once a handle says finished, a new request recovers, and not before it should.",
     "fault-cancel-corrupts": "Whenever a request is cancelled, a key never says more than what was computed.",

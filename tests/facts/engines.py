@@ -1,8 +1,8 @@
 """Engines for these tests, and what one may ask of them between two steps.
 
 Blocks of four tokens, or, for the worked examples, ten blocks of 16; a virtual clock. Every run is also read back by
-`kv_contents`, which knows what was really written where: no test here passes on the books alone. Knows `EngineCore`
-from outside. Must not know what any single test is about.
+`kv_contents`, which knows what was really written where: no test here passes on the engine's state alone. Knows
+`EngineCore` from outside. Must not know what any single test is about.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def read_back(core: EngineCore) -> None:
 
 
 def steps_until(core: EngineCore, what: Callable[[], bool]) -> None:
-    """Run steps, with the books checked after each, until it is so."""
+    """Run steps, with the invariants checked after each, until it is so."""
     for _ in range(MOST_STEPS):
         if what():
             return
@@ -61,7 +61,7 @@ def steps_until(core: EngineCore, what: Callable[[], bool]) -> None:
 
 
 def finish(core: EngineCore) -> None:
-    """Run to the end, with the books checked after each step, and read the K/V back: every block is free."""
+    """Run to the end, with the invariants checked after each step, and read the K/V back: every block is free."""
     steps_until(core, lambda: not core.has_work)
     check(core)
     assert all(request.state.is_ended for request in core.requests.values())
@@ -120,7 +120,7 @@ def computed_tokens(core: EngineCore, request: Request) -> int:
 
 
 def alone(prompt: Iterable[int], **fields: Any) -> list[int]:
-    """Return what a request with an engine for itself puts out."""
+    """Return what a request with an engine for itself generates."""
     return list(_alone(tuple(prompt), tuple(sorted(fields.items()))))
 
 

@@ -192,7 +192,7 @@ def test_a_policy_that_shows_more_than_is_computed_shows_what_is() -> None:
     finish(core)
 
 
-# -- Stale hashes: every way in which a block is handed out ----------------------------------------------------
+# -- Stale hashes: every way in which a block is allocated ----------------------------------------------------
 
 
 def old_hashes(core: EngineCore) -> list[bytes]:
@@ -433,7 +433,7 @@ def test_one_that_resumes_with_all_of_its_blocks_found_computes_its_last_token()
     old = core.submit(numbers(50, 12), max_tokens=9)
     new = core.submit(numbers(10, 8), max_tokens=9)
     steps_until(core, lambda: new.num_preemptions > 0)
-    # 12 tokens: with the ones that it has put out, all of its blocks are full and, for now, still cached.
+    # 12 tokens: with the ones that it has generated, all of its blocks are full and, for now, still cached.
     core.abort(old.request_id)
     step(core)
     assert new.state is RequestState.RUNNING

@@ -73,7 +73,7 @@ def served(core: EngineCore, prompt: list[int], **fields: Any) -> list[int]:
 
 @pytest.fixture(scope="module")
 def lone(tiny: LoadedModel) -> Callable[..., list[int]]:
-    """Return what a request with an engine for itself puts out."""
+    """Return what a request with an engine for itself generates."""
 
     def compute(prompt: list[int], **fields: Any) -> list[int]:
         with real(tiny, enable_prefix_caching=False) as core:

@@ -1,6 +1,6 @@
 """One run of a threaded engine in which things go wrong, and what must be true when it is over.
 
-Every handle has ended, with a result or a cause; every block is back; the log tells the same as the engine; and the
+Every handle has ended, with a result or a cause; every block is back; the log gives the engine's own state; and the
 next request is served, or refused with a sentence that says why. Knows the engine from outside, as a caller does.
 """
 

@@ -10,7 +10,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 
-from tests.faults.crowd import crowd
+from tests.faults.many_threads import many_threads
 from tests.faults.runs import many_runs
 from tests.faults.watchdog import Hang
 
@@ -18,11 +18,11 @@ NUM_THREADS = 64
 
 
 def soak_faults(runs: int, seconds: float, seed: int, say: Callable[[str], None]) -> int:
-    """Do the runs, then let the crowd in. Returns the exit status."""
+    """Do the runs, then let many threads use one engine. Returns the exit status."""
     try:
-        say(_told(many_runs(0, runs, seed, say)))
+        say(_report(many_runs(0, runs, seed, say)))
         say(f"{NUM_THREADS} threads for {seconds:g} s")
-        say(_told(crowd(NUM_THREADS, seconds, seed)))
+        say(_report(many_threads(NUM_THREADS, seconds, seed)))
     except Hang as error:
         say(str(error))
         os._exit(1)  # the thread that hangs would keep Python from ending
@@ -36,5 +36,5 @@ def soak_faults(runs: int, seconds: float, seed: int, say: Callable[[str], None]
     return 0
 
 
-def _told(counts: Counter[str]) -> str:
+def _report(counts: Counter[str]) -> str:
     return ", ".join(f"{what}: {count:,}" for what, count in sorted(counts.items()))

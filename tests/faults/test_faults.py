@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from tests.faults.crowd import crowd
+from tests.faults.many_threads import many_threads
 from tests.faults.runner import Trouble
 from tests.faults.runs import many_runs
 from tests.faults.watchdog import Hang, within
@@ -28,7 +28,7 @@ def test_in_runs_that_go_wrong_every_handle_ends_and_no_block_is_lost(part: int)
 
 
 def test_64_threads_that_submit_abort_and_iterate_at_once_all_come_to_an_end() -> None:
-    counts = crowd(64, 10.0, SEED)
+    counts = many_threads(64, 10.0, SEED)
     assert all(counts[what] > 0 for what in ("result", "iterate", "abort", "leave", "await", "look", "reset"))
     assert counts["a row came out as NaN"] > 0
 

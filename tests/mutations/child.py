@@ -1,7 +1,7 @@
 """Run tests in a copy of the tree and write down, line by line, what happens: ``python -m tests.mutations.child FILE``.
 
 Every line is JSON: which package is imported and from where, each test that starts, each that fails, each that hangs,
-and at the end the status. Written as it happens, so that a run that must be killed has told how far it came. Knows
+and at the end the status. Written as it happens, so that a run that must be killed has reported how far it came. Knows
 pytest. Must not know what was edited.
 """
 

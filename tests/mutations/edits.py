@@ -44,7 +44,7 @@ AREAS: dict[str, Area] = {
     ),
     "single flight": Area(
         ("coordination/single_flight", "coordination/coordinator", "coordination/release"),
-        ("tests/unit/test_flights.py",),
+        ("tests/unit/test_single_flight.py",),
     ),
     "shared prefix": Area(("coordination/shared_prefix",), ("tests/unit/test_shared_prefix.py",)),
     "wait or recompute": Area(("coordination/wait_or_recompute",), ("tests/unit/test_wait_or_recompute.py",)),
@@ -53,13 +53,13 @@ AREAS: dict[str, Area] = {
         ("tests/unit/test_scheduler.py", "tests/unit/test_pressure.py", "tests/unit/test_samples.py"),
     ),
     "publication": Area(("cache/publication",), ("tests/unit/test_publication.py", "tests/unit/test_at_allocation.py")),
-    "replay": Area(("log/replay", "log/state"), ("tests/unit/test_events_replay.py",)),
+    "replay": Area(("log/replay", "log/state"), ("tests/unit/test_replay.py",)),
     "engine core": Area(
         ("engine/core", "engine/lifecycle", "engine/sharing", "engine/arrivals", "engine/output"),
-        ("tests/unit/test_engine.py", "tests/unit/test_samples.py"),
+        ("tests/unit/test_core.py", "tests/unit/test_samples.py"),
     ),
-    "input processor": Area(("engine/input_processor",), ("tests/unit/test_engine.py",)),
-    "engine": Area(("engine/engine", "engine/worker", "engine/handle"), ("tests/unit/test_engine_thread.py",)),
+    "input processor": Area(("engine/input_processor",), ("tests/unit/test_core.py",)),
+    "engine": Area(("engine/engine", "engine/worker", "engine/handle"), ("tests/unit/test_engine.py",)),
     "eviction": Area(("cache/eviction/lru", "cache/eviction/mru"), ("tests/unit/test_block_pool.py",)),
     "metrics": Area(("log/metrics",), ("tests/unit/test_metrics.py",)),
     "kv contents": Area(("log/kv_contents", "log/kv_reads"), ("tests/unit/test_kv_contents.py",)),
@@ -110,7 +110,7 @@ EDITS: tuple[Edit, ...] = (
     ),
     Edit(
         "cache/block_hash",
-        "kinds-not-told",
+        "kinds-not-said",
         "for text in pair:",
         "for text in pair[1:]:",
     ),
@@ -1180,7 +1180,7 @@ EDITS: tuple[Edit, ...] = (
         "request.seed = request.sampling.seed if request.sampling.seed is not None else request.arrival",
         "request.seed = 0",
     ),
-    # -- the door and the thread ---------------------------------------------------------------------------------
+    # -- the input processor and the thread ---------------------------------------------------------------------------------
     Edit(
         "engine/input_processor",
         "the-salt-is-lost",

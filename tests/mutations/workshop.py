@@ -73,7 +73,7 @@ class Copy:
 
     @staticmethod
     def _write(path: Path, text: str) -> None:
-        """Write a module and forget its compiled form, which Python tells from another only by time and size."""
+        """Write a module and forget its compiled form, which Python recognises only by time and size."""
         path.write_text(text, encoding="utf-8")
         for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
             compiled.unlink()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from minivllm.models.folder import LoadedModel
-from tests.parity.hand import FAMILIES, Hand, small_model
+from tests.parity.direct import FAMILIES, StepDriver, small_model
 
 
 @pytest.fixture(scope="session", params=FAMILIES)
@@ -23,8 +23,8 @@ def llama_model() -> LoadedModel:
 
 
 @pytest.fixture(params=[4, 16])
-def hand(request: pytest.FixtureRequest, loaded: LoadedModel) -> Iterator[Hand]:
+def driver(request: pytest.FixtureRequest, loaded: LoadedModel) -> Iterator[StepDriver]:
     """A runner over each small model, with blocks of 4 and of 16."""
-    made = Hand.over(loaded, block_size=request.param)
+    made = StepDriver.over(loaded, block_size=request.param)
     yield made
     made.runner.close()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.parity.hand import Hand, prompt, small_model  # before mlx: it loads the fast BLAS
+from tests.parity.direct import StepDriver, prompt, small_model  # before mlx: it loads the fast BLAS
 
 import mlx.core as mx  # isort: skip
 import numpy as np
@@ -47,9 +47,9 @@ def tiny() -> LoadedModel:
 
 
 @pytest.fixture
-def hand(tiny: LoadedModel, folders: dict[str, Path]) -> Iterator[Hand]:
+def driver(tiny: LoadedModel, folders: dict[str, Path]) -> Iterator[StepDriver]:
     """A runner over the tiny model with both adapters."""
-    made = Hand.over(tiny, adapters=Adapters(tiny, folders))
+    made = StepDriver.over(tiny, adapters=Adapters(tiny, folders))
     yield made
     made.runner.close()
 
@@ -280,75 +280,76 @@ def test_logits_are_those_of_mlx_lms_own_loading(
     """Also where the vocabulary product itself is changed, through an embedding that is tied to it."""
     folder = write_as_mlx_lm_does(tmp_path / "a", make(family), kind, **parameters)
     loaded = make(family)
-    hand = Hand.over(loaded, adapters=Adapters(loaded, {"a": folder}))
-    requests = {name: hand.request(str(name), prompt(21), adapter=name) for name in ("a", None)}
+    driver = StepDriver.over(loaded, adapters=Adapters(loaded, {"a": folder}))
+    requests = {name: driver.request(str(name), prompt(21), adapter=name) for name in ("a", None)}
     for request in requests.values():
-        hand.prefill(request, chunk=8)
-        hand.decode(request, steps=3)
+        driver.prefill(request, chunk=8)
+        driver.decode(request, steps=3)
     for name in requests:
         expected = mlx_lms_logits(make(family), folder if name else None, prompt(21), 4)
-        np.testing.assert_allclose(np.stack(hand.logits[str(name)]), expected, rtol=2e-3, atol=2e-3)
-    assert not np.allclose(hand.logits["a"][0], hand.logits["None"][0], atol=0.1)
+        np.testing.assert_allclose(np.stack(driver.logits[str(name)]), expected, rtol=2e-3, atol=2e-3)
+    assert not np.allclose(driver.logits["a"][0], driver.logits["None"][0], atol=0.1)
 
 
 def test_a_changed_vocabulary_product_counts_for_its_own_rows_only(tmp_path: Path) -> None:
     folder = write_as_mlx_lm_does(tmp_path / "a", small_model("qwen2"), keys=["lm_head"])
     loaded = small_model("qwen2")
-    hand = Hand.over(loaded, adapters=Adapters(loaded, {"a": folder}))
-    requests = [hand.request(str(name), prompt(9), adapter=name) for name in ("a", None)]
-    hand.step(*((request, 9) for request in requests))
+    driver = StepDriver.over(loaded, adapters=Adapters(loaded, {"a": folder}))
+    requests = [driver.request(str(name), prompt(9), adapter=name) for name in ("a", None)]
+    driver.step(*((request, 9) for request in requests))
     for request in requests:
         expected = mlx_lms_logits(small_model("qwen2"), folder if request.adapter else None, prompt(9), 1)
-        np.testing.assert_allclose(hand.logits[request.request_id], expected, rtol=2e-3, atol=2e-3)
-    assert not np.allclose(hand.logits["a"], hand.logits["None"], atol=0.1)
+        np.testing.assert_allclose(driver.logits[request.request_id], expected, rtol=2e-3, atol=2e-3)
+    assert not np.allclose(driver.logits["a"], driver.logits["None"], atol=0.1)
 
 
-def test_the_same_tokens_have_other_keys_and_values_under_each_adapter(hand: Hand) -> None:
+def test_the_same_tokens_have_other_keys_and_values_under_each_adapter(driver: StepDriver) -> None:
     """In every layer, read from the pool itself."""
     names = ("left", "right", None)
     for name in names:
-        hand.prefill(hand.request(str(name), PROMPT, adapter=name), chunk=16)
+        driver.prefill(driver.request(str(name), PROMPT, adapter=name), chunk=16)
     requests = {str(name): Request(str(name), tuple(PROMPT), num_computed_tokens=len(PROMPT)) for name in names}
-    contents = {name: hand.contents(request) for name, request in requests.items()}
+    contents = {name: driver.contents(request) for name, request in requests.items()}
     for one, two in (("left", "right"), ("left", "None"), ("right", "None")):
         difference = np.abs(contents[one] - contents[two]).max(axis=(2, 4))  # of each token, in each layer, K and V
         assert difference.min() > 0.1 * np.abs(contents["None"]).mean()
 
 
 def test_a_batch_of_rows_of_both_adapters_and_the_base_equals_each_alone(
-    hand: Hand, tiny: LoadedModel, folders: dict[str, Path]
+    driver: StepDriver, tiny: LoadedModel, folders: dict[str, Path]
 ) -> None:
     sampling = Sampling(temperature=0.9)
     chosen = [None, "left", "right", "left", None, "right"]
 
-    def make(on: Hand, number: int) -> Request:
+    def make(on: StepDriver, number: int) -> Request:
         return on.request(f"r{number}", PROMPT[: 7 + 5 * number], sampling, seed=number, adapter=chosen[number])
 
-    together = [make(hand, number) for number in range(6)]
-    hand.step(*((request, request.num_tokens) for request in together[:3]))
+    together = [make(driver, number) for number in range(6)]
+    driver.step(*((request, request.num_tokens) for request in together[:3]))
     # Decodes of three kinds, a chunk, a prompt in one piece and one token of a prompt, in one step.
-    hand.step(*((request, 1) for request in together[:3]), (together[3], 6), (together[4], 27), (together[5], 1))
-    hand.step(*((request, 1) for request in together[:3]), (together[3], 16), (together[4], 1), (together[5], 31))
-    hand.decode(*together, steps=3)
+    driver.step(*((request, 1) for request in together[:3]), (together[3], 6), (together[4], 27), (together[5], 1))
+    driver.step(*((request, 1) for request in together[:3]), (together[3], 16), (together[4], 1), (together[5], 31))
+    driver.decode(*together, steps=3)
 
-    alone = Hand.over(tiny, adapters=Adapters(tiny, folders))
+    alone = StepDriver.over(tiny, adapters=Adapters(tiny, folders))
     for number, request in enumerate(together):
         lone = make(alone, number)
         alone.prefill(lone)
         alone.decode(lone, steps=len(request.output_token_ids) - 1)
         assert lone.output_token_ids == request.output_token_ids
-        np.testing.assert_allclose(hand.logits[f"r{number}"], alone.logits[f"r{number}"], rtol=2e-3, atol=2e-3)
-        np.testing.assert_allclose(hand.contents(request), alone.contents(lone), rtol=2e-3, atol=2e-3)
+        np.testing.assert_allclose(driver.logits[f"r{number}"], alone.logits[f"r{number}"], rtol=2e-3, atol=2e-3)
+        np.testing.assert_allclose(driver.contents(request), alone.contents(lone), rtol=2e-3, atol=2e-3)
 
 
 def test_rows_of_one_adapter_decode_in_one_call_and_those_of_others_in_others(
-    hand: Hand, tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch
+    driver: StepDriver, tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests = [
-        hand.request(f"r{n}", PROMPT[:5], adapter=name) for n, name in enumerate(["left", "right", None, "left", None])
+        driver.request(f"r{n}", PROMPT[:5], adapter=name)
+        for n, name in enumerate(["left", "right", None, "left", None])
     ]
-    hand.step(*((request, 5) for request in requests))
-    forward = hand.runner._forward
+    driver.step(*((request, 5) for request in requests))
+    forward = driver.runner._forward
     assert forward is not None
     calls: list[tuple[int, bool]] = []
     original = forward.last_logits
@@ -358,14 +359,14 @@ def test_rows_of_one_adapter_decode_in_one_call_and_those_of_others_in_others(
         return original(tokens, cache)
 
     monkeypatch.setattr(forward, "last_logits", noted)
-    hand.decode(*requests, steps=1)
+    driver.decode(*requests, steps=1)
     assert calls == [(2, True), (1, True), (2, False)]
 
 
-def test_an_error_in_a_call_leaves_the_base_in_place(hand: Hand, tiny: LoadedModel) -> None:
+def test_an_error_in_a_call_leaves_the_base_in_place(driver: StepDriver, tiny: LoadedModel) -> None:
     before = base_modules(tiny)
-    request = hand.request("r", PROMPT, adapter="left")
-    forward = hand.runner._forward
+    request = driver.request("r", PROMPT, adapter="left")
+    forward = driver.runner._forward
     assert forward is not None
 
     def broken(tokens: mx.array, cache: Any) -> mx.array:
@@ -374,28 +375,30 @@ def test_an_error_in_a_call_leaves_the_base_in_place(hand: Hand, tiny: LoadedMod
 
     forward.last_logits = broken  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="the device broke"):
-        hand.prefill(request)
+        driver.prefill(request)
     assert base_modules(tiny) == before
 
 
 def test_two_runners_with_other_adapters_may_share_a_model(tiny: LoadedModel, folders: dict[str, Path]) -> None:
-    one = Hand.over(tiny, adapters=Adapters(tiny, folders))
-    two, three = Hand.over(tiny, adapters=Adapters(tiny, {"left": folders["right"]})), Hand.over(tiny)
-    a, b, c = (hand.request("r", PROMPT, adapter=name) for hand, name in ((one, "left"), (two, "left"), (three, None)))
-    for hand, request in ((one, a), (two, b), (three, c)):
-        hand.prefill(request)
+    one = StepDriver.over(tiny, adapters=Adapters(tiny, folders))
+    two, three = StepDriver.over(tiny, adapters=Adapters(tiny, {"left": folders["right"]})), StepDriver.over(tiny)
+    a, b, c = (
+        driver.request("r", PROMPT, adapter=name) for driver, name in ((one, "left"), (two, "left"), (three, None))
+    )
+    for driver, request in ((one, a), (two, b), (three, c)):
+        driver.prefill(request)
     for _ in range(3):
-        for hand, request in ((one, a), (two, b), (three, c)):
-            hand.decode(request, steps=1)
-    for hand, folder in ((one, folders["left"]), (two, folders["right"]), (three, None)):
+        for driver, request in ((one, a), (two, b), (three, c)):
+            driver.decode(request, steps=1)
+    for driver, folder in ((one, folders["left"]), (two, folders["right"]), (three, None)):
         expected = mlx_lms_logits(load_model("tiny"), folder, PROMPT, 4)
-        np.testing.assert_allclose(hand.logits["r"], expected, rtol=2e-3, atol=2e-3)
+        np.testing.assert_allclose(driver.logits["r"], expected, rtol=2e-3, atol=2e-3)
 
 
 def test_a_row_of_an_adapter_that_was_not_loaded_is_a_bug_and_said_so(tiny: LoadedModel) -> None:
-    hand = Hand.over(tiny)
+    driver = StepDriver.over(tiny)
     with pytest.raises(InvariantError, match="'left' is not loaded"):
-        hand.prefill(hand.request("r", PROMPT, adapter="left"))
+        driver.prefill(driver.request("r", PROMPT, adapter="left"))
 
 
 # -- In the engine -------------------------------------------------------------------------------------------

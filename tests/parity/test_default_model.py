@@ -6,7 +6,7 @@ import pytest
 
 from minivllm.models.folder import LoadedModel
 from minivllm.models.load import load_model
-from tests.parity.hand import Hand, Reference
+from tests.parity.direct import Reference, StepDriver
 
 pytestmark = pytest.mark.model
 
@@ -27,23 +27,23 @@ def chat(loaded: LoadedModel, question: str) -> list[int]:
 def test_the_default_model_equals_mlx_lm_in_batch_chunks_shared_prefix_and_after_preemption(
     smollm2: LoadedModel,
 ) -> None:
-    hand = Hand.over(smollm2, block_size=16, num_blocks=24)
+    driver = StepDriver.over(smollm2, block_size=16, num_blocks=24)
     prompts = [chat(smollm2, question) for question in QUESTIONS]
     references = [Reference.of(smollm2, ids, 8) for ids in prompts]
-    first, second = (hand.request(f"r{n}", ids) for n, ids in enumerate(prompts))
-    hand.prefill(first)
+    first, second = (driver.request(f"r{n}", ids) for n, ids in enumerate(prompts))
+    driver.prefill(first)
     common = next(n for n, (a, b) in enumerate(zip(*prompts, strict=False)) if a != b)
     shared = common // 16 * 16
     assert shared >= 16  # the system text of the chat template
-    hand.share(first, second, shared)
-    hand.prefill(second, chunk=7)
-    hand.decode(first, second, steps=3)
-    hand.preempt(second)
-    hand.decode(first, steps=1)
-    hand.prefill(second, chunk=20)
-    hand.decode(first, second, steps=3)
+    driver.share(first, second, shared)
+    driver.prefill(second, chunk=7)
+    driver.decode(first, second, steps=3)
+    driver.preempt(second)
+    driver.decode(first, steps=1)
+    driver.prefill(second, chunk=20)
+    driver.decode(first, second, steps=3)
     for request, reference in zip((first, second), references, strict=True):
         assert len(request.output_token_ids) == 8
-        hand.check(request, reference)
+        driver.check(request, reference)
     assert "Paris" in smollm2.tokenizer.decode(first.output_token_ids)
-    hand.runner.close()
+    driver.runner.close()

@@ -1,4 +1,4 @@
-"""Aborting the leader, in each of its phases, on the real model: every follower ends, and the books are right."""
+"""Aborting the leader, in each of its phases, on the real model: every follower ends, and the invariants hold."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def smollm2() -> LoadedModel:
 
 
 def run_checked(core: EngineCore, until: Callable[[], bool]) -> None:
-    """Step until it is so, with the books checked after each step."""
+    """Step until it is so, with the invariants checked after each step."""
     while not until():
         assert core.step(), "nothing is left to run"
         core.check_invariants()

@@ -13,7 +13,7 @@ GIB = 2**30
 
 
 def machine(root: Path, files: dict[str, str]) -> Path:
-    """Lay out what the system tells, in files."""
+    """Lay out what the system reports, in files."""
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)

@@ -21,7 +21,7 @@ from minivllm.runners import mlx as runner_module
 from minivllm.runners.mlx import MLXRunner
 from minivllm.runners.paged_cache import BlockPoolArrays, Call, LayerView
 from minivllm.step import Phase, ScheduledRow, ScheduledStep
-from tests.parity.hand import VOCAB, Hand, Reference, prompt, small_model
+from tests.parity.direct import VOCAB, Reference, StepDriver, prompt, small_model
 
 LENGTHS = (5, 37, 16, 90)
 
@@ -29,113 +29,113 @@ LENGTHS = (5, 37, 16, 90)
 # Tokens and logits
 
 
-def test_requests_one_by_one_equal_mlx_lm(hand: Hand, loaded: LoadedModel) -> None:
+def test_requests_one_by_one_equal_mlx_lm(driver: StepDriver, loaded: LoadedModel) -> None:
     for number, length in enumerate(LENGTHS):
-        request = hand.request(f"r{number}", prompt(length, seed=number))
-        hand.prefill(request)
-        hand.decode(request, steps=6)
-        hand.check(request, Reference.of(loaded, request.prompt_token_ids, 7))
+        request = driver.request(f"r{number}", prompt(length, seed=number))
+        driver.prefill(request)
+        driver.decode(request, steps=6)
+        driver.check(request, Reference.of(loaded, request.prompt_token_ids, 7))
 
 
-def test_a_ragged_batch_equals_mlx_lm(hand: Hand, loaded: LoadedModel) -> None:
-    requests = [hand.request(f"r{number}", prompt(length, seed=number)) for number, length in enumerate(LENGTHS)]
-    hand.step(*((request, request.num_tokens) for request in requests))
-    hand.decode(*requests, steps=10)
+def test_a_ragged_batch_equals_mlx_lm(driver: StepDriver, loaded: LoadedModel) -> None:
+    requests = [driver.request(f"r{number}", prompt(length, seed=number)) for number, length in enumerate(LENGTHS)]
+    driver.step(*((request, request.num_tokens) for request in requests))
+    driver.decode(*requests, steps=10)
     for request in requests:
-        hand.check(request, Reference.of(loaded, request.prompt_token_ids, 11))
+        driver.check(request, Reference.of(loaded, request.prompt_token_ids, 11))
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 4, 16, 25])
-def test_a_prompt_in_chunks_equals_the_prompt_in_one_piece(hand: Hand, loaded: LoadedModel, chunk: int) -> None:
-    request = hand.request("r", prompt(53))
-    hand.prefill(request, chunk)
-    hand.decode(request, steps=3)
-    hand.check(request, Reference.of(loaded, request.prompt_token_ids, 4))
+def test_a_prompt_in_chunks_equals_the_prompt_in_one_piece(driver: StepDriver, loaded: LoadedModel, chunk: int) -> None:
+    request = driver.request("r", prompt(53))
+    driver.prefill(request, chunk)
+    driver.decode(request, steps=3)
+    driver.check(request, Reference.of(loaded, request.prompt_token_ids, 4))
 
 
-def test_rows_in_decode_and_chunks_of_others_in_one_step_equal_mlx_lm(hand: Hand, loaded: LoadedModel) -> None:
-    early, late, later = (hand.request(name, prompt(length)) for name, length in (("a", 9), ("b", 50), ("c", 31)))
-    hand.prefill(early)
+def test_rows_in_decode_and_chunks_of_others_in_one_step_equal_mlx_lm(driver: StepDriver, loaded: LoadedModel) -> None:
+    early, late, later = (driver.request(name, prompt(length)) for name, length in (("a", 9), ("b", 50), ("c", 31)))
+    driver.prefill(early)
     while late.num_uncomputed_tokens > 1 or later.num_uncomputed_tokens > 1:
         parts = [(r, min(r.num_uncomputed_tokens, 13)) for r in (early, late, later)]
-        hand.step(*parts)
-    hand.decode(early, late, later, steps=3)
+        driver.step(*parts)
+    driver.decode(early, late, later, steps=3)
     for request in (early, late, later):
-        hand.check(request, Reference.of(loaded, request.prompt_token_ids, len(request.output_token_ids)))
+        driver.check(request, Reference.of(loaded, request.prompt_token_ids, len(request.output_token_ids)))
 
 
-def test_a_shared_prefix_is_read_from_the_donors_blocks(hand: Hand, loaded: LoadedModel) -> None:
+def test_a_shared_prefix_is_read_from_the_donors_blocks(driver: StepDriver, loaded: LoadedModel) -> None:
     first = prompt(70)
-    donor = hand.request("donor", first)
-    hand.prefill(donor)
-    tail_only = hand.request("tail", first[:64] + prompt(9, seed=2))
-    hand.share(donor, tail_only, 64)
-    hand.prefill(tail_only, chunk=4)
-    hand.decode(donor, tail_only, steps=5)
+    donor = driver.request("donor", first)
+    driver.prefill(donor)
+    tail_only = driver.request("tail", first[:64] + prompt(9, seed=2))
+    driver.share(donor, tail_only, 64)
+    driver.prefill(tail_only, chunk=4)
+    driver.decode(donor, tail_only, steps=5)
     for request in (donor, tail_only):
         count = len(request.output_token_ids)
-        hand.check(request, Reference.of(loaded, request.prompt_token_ids, count))
+        driver.check(request, Reference.of(loaded, request.prompt_token_ids, count))
 
 
-def test_a_full_hit_computes_one_token_and_equals_mlx_lm(hand: Hand, loaded: LoadedModel) -> None:
+def test_a_full_hit_computes_one_token_and_equals_mlx_lm(driver: StepDriver, loaded: LoadedModel) -> None:
     """Only the last token of the prompt is computed again, beside a row in decode."""
-    donor = hand.request("donor", prompt(65))
-    hand.prefill(donor)
-    twin = hand.request("twin", donor.prompt_token_ids)
-    hand.share(donor, twin, 64)
-    hand.step((donor, 1), (twin, 1))
-    hand.decode(donor, twin, steps=4)
+    donor = driver.request("donor", prompt(65))
+    driver.prefill(donor)
+    twin = driver.request("twin", donor.prompt_token_ids)
+    driver.share(donor, twin, 64)
+    driver.step((donor, 1), (twin, 1))
+    driver.decode(donor, twin, steps=4)
     assert twin.output_token_ids == donor.output_token_ids[:5]
     for request in (donor, twin):
         reference = Reference.of(loaded, request.prompt_token_ids, len(request.output_token_ids))
-        hand.check(request, reference)
+        driver.check(request, reference)
 
 
-def test_a_preempted_request_is_computed_again_into_other_blocks(hand: Hand, loaded: LoadedModel) -> None:
-    kept, victim = hand.request("kept", prompt(20)), hand.request("victim", prompt(33, seed=3))
-    hand.prefill(kept)
-    hand.prefill(victim)
-    hand.decode(kept, victim, steps=4)
-    before = list(hand.tables["victim"])
-    hand.preempt(victim)
-    hand.decode(kept, steps=3)
-    hand.prefill(victim, chunk=16)
-    assert not set(before) & set(hand.tables["victim"])
-    hand.decode(kept, victim, steps=3)
+def test_a_preempted_request_is_computed_again_into_other_blocks(driver: StepDriver, loaded: LoadedModel) -> None:
+    kept, victim = driver.request("kept", prompt(20)), driver.request("victim", prompt(33, seed=3))
+    driver.prefill(kept)
+    driver.prefill(victim)
+    driver.decode(kept, victim, steps=4)
+    before = list(driver.tables["victim"])
+    driver.preempt(victim)
+    driver.decode(kept, steps=3)
+    driver.prefill(victim, chunk=16)
+    assert not set(before) & set(driver.tables["victim"])
+    driver.decode(kept, victim, steps=3)
     for request in (kept, victim):
         count = len(request.output_token_ids)
-        hand.check(request, Reference.of(loaded, request.prompt_token_ids, count))
+        driver.check(request, Reference.of(loaded, request.prompt_token_ids, count))
 
 
 def test_blocks_that_held_another_request_leave_no_trace(llama_model: LoadedModel) -> None:
-    hand = Hand.over(llama_model, num_blocks=6)
+    driver = StepDriver.over(llama_model, num_blocks=6)
     for number in range(5):
-        request = hand.request(f"r{number}", prompt(19, seed=number))
-        hand.prefill(request)
-        hand.decode(request, steps=4)
-        hand.check(request, Reference.of(llama_model, request.prompt_token_ids, 5))
-        hand.preempt(request)
+        request = driver.request(f"r{number}", prompt(19, seed=number))
+        driver.prefill(request)
+        driver.decode(request, steps=4)
+        driver.check(request, Reference.of(llama_model, request.prompt_token_ids, 5))
+        driver.preempt(request)
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_order_of_chunks_and_decodes_equals_mlx_lm(llama_model: LoadedModel, data: st.DataObject) -> None:
-    hand = Hand.over(llama_model, block_size=data.draw(st.sampled_from([1, 3, 4, 16])), num_blocks=200)
+    driver = StepDriver.over(llama_model, block_size=data.draw(st.sampled_from([1, 3, 4, 16])), num_blocks=200)
     lengths = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=4))
-    requests = [hand.request(f"r{n}", prompt(length, seed=n)) for n, length in enumerate(lengths)]
+    requests = [driver.request(f"r{n}", prompt(length, seed=n)) for n, length in enumerate(lengths)]
     for _ in range(8):
         chosen = data.draw(st.lists(st.sampled_from(range(len(requests))), min_size=1, unique=True))
-        hand.step(
+        driver.step(
             *((requests[n], data.draw(st.integers(1, requests[n].num_uncomputed_tokens))) for n in sorted(chosen))
         )
     for request in requests:
         if request.output_token_ids:
             count = len(request.output_token_ids)
-            hand.check(request, Reference.of(llama_model, request.prompt_token_ids, count))
-    hand.runner.close()
+            driver.check(request, Reference.of(llama_model, request.prompt_token_ids, count))
+    driver.runner.close()
 
 
-# Positions. Logits do not tell: rotary positions are relative, so an error that is the same for all tokens of
+# Positions. Logits do not show it: rotary positions are relative, so an error that is the same for all tokens of
 # a request hardly changes them.
 
 
@@ -165,12 +165,12 @@ def record_positions(loaded: LoadedModel) -> list[RecordingRope]:
 
 def run_three_steps(loaded: LoadedModel) -> list[list[int]]:
     """Run chunks, a chunk beside a decode, and two decodes; return the positions of each row's queries."""
-    hand = Hand.over(loaded)
+    driver = StepDriver.over(loaded)
     ropes = record_positions(loaded)
-    long, short = hand.request("long", prompt(11)), hand.request("short", prompt(3))
-    hand.step((short, 3), (long, 6))
-    hand.step((short, 1), (long, 5))
-    hand.step((short, 1), (long, 1))
+    long, short = driver.request("long", prompt(11)), driver.request("short", prompt(3))
+    driver.step((short, 3), (long, 6))
+    driver.step((short, 1), (long, 5))
+    driver.step((short, 1), (long, 1))
     for rope in ropes:
         assert rope.positions == ropes[0].positions
     # Each call ropes its queries, then its keys; a call of step 3 has two rows.
@@ -226,16 +226,16 @@ def test_blocks_hold_the_keys_of_mlx_lms_cache_in_order() -> None:
     from mlx_lm.models.cache import make_prompt_cache
 
     loaded = small_model()
-    hand = Hand.over(loaded)
-    request = hand.request("r", prompt(14))
-    hand.prefill(request, chunk=5)
+    driver = StepDriver.over(loaded)
+    request = driver.request("r", prompt(14))
+    driver.prefill(request, chunk=5)
     cache = make_prompt_cache(loaded.model)
     mx.eval(loaded.model(mx.array([request.prompt_token_ids]), cache=cache))
-    pool = hand.runner._pool
+    pool = driver.runner._pool
     assert pool is not None
     for layer, own in enumerate(cache):
         for mine, theirs in ((pool._keys[layer], own.keys), (pool._values[layer], own.values)):
-            blocks = np.array(mine)[hand.tables["r"]]
+            blocks = np.array(mine)[driver.tables["r"]]
             by_position = blocks.transpose(1, 0, 2, 3).reshape(2, -1, 16)[:, :14]
             np.testing.assert_allclose(by_position, np.array(theirs)[0, :, :14], atol=1e-4)
 
@@ -243,11 +243,11 @@ def test_blocks_hold_the_keys_of_mlx_lms_cache_in_order() -> None:
 # The pool
 
 
-def test_the_scratch_block_stays_zero_and_the_pool_finite(hand: Hand) -> None:
-    requests = [hand.request(f"r{n}", prompt(length, seed=n)) for n, length in enumerate(LENGTHS)]
-    hand.step(*((request, request.num_tokens) for request in requests))
-    hand.decode(*requests, steps=8)
-    pool = hand.runner._pool
+def test_the_scratch_block_stays_zero_and_the_pool_finite(driver: StepDriver) -> None:
+    requests = [driver.request(f"r{n}", prompt(length, seed=n)) for n, length in enumerate(LENGTHS)]
+    driver.step(*((request, request.num_tokens) for request in requests))
+    driver.decode(*requests, steps=8)
+    pool = driver.runner._pool
     assert pool is not None
     for array in (*pool._keys, *pool._values):
         assert not np.array(array[SCRATCH_BLOCK_ID]).any()
@@ -256,65 +256,65 @@ def test_the_scratch_block_stays_zero_and_the_pool_finite(hand: Hand) -> None:
 
 
 def test_pool_bytes_are_constant_over_500_requests() -> None:
-    hand = Hand.over(small_model(num_hidden_layers=1), num_blocks=16)
-    bytes_at_first = hand.runner.pool_bytes
-    assert bytes_at_first == 17 * hand.runner.block_bytes(4) == 17 * 2 * 1 * 2 * 4 * 16 * 4
+    driver = StepDriver.over(small_model(num_hidden_layers=1), num_blocks=16)
+    bytes_at_first = driver.runner.pool_bytes
+    assert bytes_at_first == 17 * driver.runner.block_bytes(4) == 17 * 2 * 1 * 2 * 4 * 16 * 4
     seen = set()
     active = []
     gc.collect()  # what earlier tests left would be freed in between
     for number in range(500):
-        request = hand.request(f"r{number}", prompt(7, seed=number))
-        hand.prefill(request)
-        hand.decode(request, steps=1)
-        hand.preempt(request)
-        hand.runner.forget(request.request_id)
-        hand.logits.clear()
-        hand._seen.clear()
-        seen.add(hand.runner.pool_bytes)
+        request = driver.request(f"r{number}", prompt(7, seed=number))
+        driver.prefill(request)
+        driver.decode(request, steps=1)
+        driver.preempt(request)
+        driver.runner.forget(request.request_id)
+        driver.logits.clear()
+        driver._seen.clear()
+        seen.add(driver.runner.pool_bytes)
         active.append(mx.get_active_memory())
     assert seen == {bytes_at_first}
     assert max(active[1:]) - min(active[1:]) < 4096
-    hand.runner.close()
-    assert hand.runner.pool_bytes == 0
+    driver.runner.close()
+    assert driver.runner.pool_bytes == 0
 
 
-def peak_of_a_step(hand: Hand, request: Request) -> int:
+def peak_of_a_step(driver: StepDriver, request: Request) -> int:
     """Return the bytes that a decode step needs beyond those held before it, at its peak."""
     gc.collect()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    hand.decode(request, steps=1)
+    driver.decode(request, steps=1)
     return mx.get_peak_memory() - before
 
 
 def test_a_step_writes_in_place(llama_model: LoadedModel) -> None:
-    hand = Hand.over(llama_model, block_size=16, num_blocks=4000)
-    request, other = hand.request("r", prompt(40)), hand.request("s", prompt(30))
-    hand.step((request, 40), (other, 30))
-    pool = hand.runner._pool
+    driver = StepDriver.over(llama_model, block_size=16, num_blocks=4000)
+    request, other = driver.request("r", prompt(40)), driver.request("s", prompt(30))
+    driver.step((request, 40), (other, 30))
+    pool = driver.runner._pool
     assert pool is not None
     one_array = pool._keys[0].nbytes
-    hand.decode(request, other, steps=1)
-    assert peak_of_a_step(hand, request) < one_array / 4
+    driver.decode(request, other, steps=1)
+    assert peak_of_a_step(driver, request) < one_array / 4
     # A reference that somebody keeps makes the same step copy: the limit above is one that can be missed.
     held = pool._keys[0].reshape(-1)
     mx.eval(held)
-    assert peak_of_a_step(hand, request) >= one_array
+    assert peak_of_a_step(driver, request) >= one_array
     del held
-    assert peak_of_a_step(hand, request) < one_array / 4
+    assert peak_of_a_step(driver, request) < one_array / 4
 
 
 def test_a_step_with_decodes_and_chunks_writes_in_place(llama_model: LoadedModel) -> None:
-    hand = Hand.over(llama_model, block_size=16, num_blocks=4000)
-    early, late = hand.request("early", prompt(20)), hand.request("late", prompt(60))
-    hand.prefill(early)
-    pool = hand.runner._pool
+    driver = StepDriver.over(llama_model, block_size=16, num_blocks=4000)
+    early, late = driver.request("early", prompt(20)), driver.request("late", prompt(60))
+    driver.prefill(early)
+    pool = driver.runner._pool
     assert pool is not None
     gc.collect()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    hand.step((early, 1), (late, 20))
-    hand.step((early, 1), (late, 40))
+    driver.step((early, 1), (late, 20))
+    driver.step((early, 1), (late, 40))
     assert mx.get_peak_memory() - before < pool._keys[0].nbytes / 4
 
 
@@ -352,8 +352,8 @@ def test_a_pool_far_above_the_machine_is_refused(llama_model: LoadedModel) -> No
 def test_a_chunk_before_the_last_skips_the_vocabulary_product(
     llama_model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hand = Hand.over(llama_model)
-    forward = hand.runner._forward
+    driver = StepDriver.over(llama_model)
+    forward = driver.runner._forward
     assert forward is not None and forward.splits and forward._head is not None
     shapes: list[tuple[int, ...]] = []
     head = forward._head
@@ -363,11 +363,11 @@ def test_a_chunk_before_the_last_skips_the_vocabulary_product(
         return head(hidden)
 
     monkeypatch.setattr(forward, "_head", counted)
-    request = hand.request("r", prompt(30))
-    assert hand.step((request, 12)) == {}
-    assert hand.step((request, 12)) == {}
+    request = driver.request("r", prompt(30))
+    assert driver.step((request, 12)) == {}
+    assert driver.step((request, 12)) == {}
     assert shapes == []
-    assert list(hand.step((request, 6))) == ["r"]
+    assert list(driver.step((request, 6))) == ["r"]
     assert shapes == [(1, 64)]
 
 
@@ -447,9 +447,9 @@ def test_a_view_is_what_models_take_for_a_plain_cache() -> None:
 
 def test_an_error_in_mid_step_leaves_the_runner_closable(llama_model: LoadedModel) -> None:
     loaded = small_model()
-    hand = Hand.over(loaded)
-    request = hand.request("r", prompt(9))
-    hand.prefill(request)
+    driver = StepDriver.over(loaded)
+    request = driver.request("r", prompt(9))
+    driver.prefill(request)
     mlp = loaded.model.layers[1].mlp
 
     class Broken:
@@ -458,11 +458,11 @@ def test_an_error_in_mid_step_leaves_the_runner_closable(llama_model: LoadedMode
 
     loaded.model.layers[1].mlp = Broken()
     with pytest.raises(RuntimeError, match="the layer broke"):
-        hand.decode(request, steps=1)
-    hand.runner.close()
-    assert hand.runner.pool_bytes == 0
+        driver.decode(request, steps=1)
+    driver.runner.close()
+    assert driver.runner.pool_bytes == 0
     loaded.model.layers[1].mlp = mlp
-    again = Hand.over(loaded)
+    again = StepDriver.over(loaded)
     request = again.request("r", prompt(9))
     again.prefill(request)
     again.check(request, Reference.of(loaded, request.prompt_token_ids, 1))
@@ -480,7 +480,7 @@ def test_a_closed_runner_says_so(llama_model: LoadedModel) -> None:
 
 
 def test_two_runners_share_a_model_and_nothing_else(llama_model: LoadedModel) -> None:
-    one, two = Hand.over(llama_model), Hand.over(llama_model)
+    one, two = StepDriver.over(llama_model), StepDriver.over(llama_model)
     a, b = one.request("r", prompt(21)), two.request("r", prompt(34, seed=4))
     one.prefill(a)
     two.prefill(b)
@@ -497,22 +497,22 @@ def test_a_thread_of_its_own_gives_the_same_tokens(llama_model: LoadedModel) -> 
     results: list[list[int]] = []
 
     def work() -> None:
-        hand = Hand.over(small_model())
-        request = hand.request("r", prompt(12), sampling, seed=9)
-        hand.prefill(request)
-        hand.decode(request, steps=8)
+        driver = StepDriver.over(small_model())
+        request = driver.request("r", prompt(12), sampling, seed=9)
+        driver.prefill(request)
+        driver.decode(request, steps=8)
         results.append(request.output_token_ids)
-        hand.runner.close()
+        driver.runner.close()
         runner_module.leave_thread()
 
     for _ in range(2):
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()
-    hand = Hand.over(llama_model)
-    request = hand.request("r", prompt(12), sampling, seed=9)
-    hand.prefill(request)
-    hand.decode(request, steps=8)
+    driver = StepDriver.over(llama_model)
+    request = driver.request("r", prompt(12), sampling, seed=9)
+    driver.prefill(request)
+    driver.decode(request, steps=8)
     assert results == [request.output_token_ids] * 2
 
 
@@ -524,30 +524,30 @@ def test_draws_depend_on_the_seed_and_the_index_only(llama_model: LoadedModel) -
     sampling = Sampling(temperature=1.5, top_p=0.95, top_k=50)
 
     def alone() -> list[int]:
-        hand = Hand.over(llama_model)
-        request = hand.request("r", prompt(23), sampling, seed=7)
-        hand.prefill(request)
-        hand.decode(request, steps=9)
+        driver = StepDriver.over(llama_model)
+        request = driver.request("r", prompt(23), sampling, seed=7)
+        driver.prefill(request)
+        driver.decode(request, steps=9)
         return request.output_token_ids
 
     def in_a_batch() -> list[int]:
-        hand = Hand.over(llama_model)
-        others = [hand.request(f"o{n}", prompt(11, seed=n), Sampling(temperature=n / 2), seed=n) for n in range(3)]
-        request = hand.request("r", prompt(23), sampling, seed=7)
+        driver = StepDriver.over(llama_model)
+        others = [driver.request(f"o{n}", prompt(11, seed=n), Sampling(temperature=n / 2), seed=n) for n in range(3)]
+        request = driver.request("r", prompt(23), sampling, seed=7)
         for other in others:
-            hand.prefill(other)
-        hand.step(*((other, 1) for other in others), (request, 23))
-        hand.decode(*others[:2], request, others[2], steps=9)
+            driver.prefill(other)
+        driver.step(*((other, 1) for other in others), (request, 23))
+        driver.decode(*others[:2], request, others[2], steps=9)
         return request.output_token_ids
 
     def in_chunks_and_preempted() -> list[int]:
-        hand = Hand.over(llama_model)
-        request = hand.request("r", prompt(23), sampling, seed=7)
-        hand.prefill(request, chunk=5)
-        hand.decode(request, steps=4)
-        hand.preempt(request)
-        hand.prefill(request, chunk=9)
-        hand.decode(request, steps=4)
+        driver = StepDriver.over(llama_model)
+        request = driver.request("r", prompt(23), sampling, seed=7)
+        driver.prefill(request, chunk=5)
+        driver.decode(request, steps=4)
+        driver.preempt(request)
+        driver.prefill(request, chunk=9)
+        driver.decode(request, steps=4)
         return request.output_token_ids
 
     assert alone() == alone() == in_a_batch() == in_chunks_and_preempted()
@@ -556,21 +556,21 @@ def test_draws_depend_on_the_seed_and_the_index_only(llama_model: LoadedModel) -
 def test_another_seed_draws_other_tokens(llama_model: LoadedModel) -> None:
     outputs = set()
     for seed in range(6):
-        hand = Hand.over(llama_model)
-        request = hand.request("r", prompt(23), Sampling(temperature=1.5), seed=seed)
-        hand.prefill(request)
-        hand.decode(request, steps=5)
+        driver = StepDriver.over(llama_model)
+        request = driver.request("r", prompt(23), Sampling(temperature=1.5), seed=seed)
+        driver.prefill(request)
+        driver.decode(request, steps=5)
         outputs.add(tuple(request.output_token_ids))
         assert all(0 <= token < VOCAB for token in request.output_token_ids)
     assert len(outputs) == 6
 
 
 def test_a_greedy_row_beside_rows_that_draw_stays_greedy(llama_model: LoadedModel) -> None:
-    hand = Hand.over(llama_model)
-    greedy = hand.request("g", prompt(15))
-    drawn = hand.request("d", prompt(15), Sampling(temperature=2.0), seed=3)
-    hand.prefill(greedy)
-    hand.prefill(drawn)
-    hand.decode(drawn, greedy, steps=6)
-    hand.check(greedy, Reference.of(llama_model, greedy.prompt_token_ids, 7))
+    driver = StepDriver.over(llama_model)
+    greedy = driver.request("g", prompt(15))
+    drawn = driver.request("d", prompt(15), Sampling(temperature=2.0), seed=3)
+    driver.prefill(greedy)
+    driver.prefill(drawn)
+    driver.decode(drawn, greedy, steps=6)
+    driver.check(greedy, Reference.of(llama_model, greedy.prompt_token_ids, 7))
     assert drawn.output_token_ids != greedy.output_token_ids

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.parity.hand import Hand, prompt, small_model  # before mlx: it loads the fast BLAS
+from tests.parity.direct import StepDriver, prompt, small_model  # before mlx: it loads the fast BLAS
 
 import mlx.core as mx  # isort: skip
 import numpy as np
@@ -50,8 +50,8 @@ def loaded() -> LoadedModel:
 
 
 @pytest.fixture
-def hand(loaded: LoadedModel) -> Iterator[Hand]:
-    made = Hand.over(loaded, num_blocks=14)
+def driver(loaded: LoadedModel) -> Iterator[StepDriver]:
+    made = StepDriver.over(loaded, num_blocks=14)
     yield made
     made.runner.close()
 
@@ -68,51 +68,51 @@ def assert_pool_is_finite(runner: MLXRunner) -> None:
 # Each takes a token and computes it as request "bad", the last step of which returns what came of it.
 
 
-def last_of_a_prompt(hand: Hand, token: int) -> dict[str, int | RowError]:
-    return hand.step((hand.request("bad", [*safe(6), token]), 7))
+def last_of_a_prompt(driver: StepDriver, token: int) -> dict[str, int | RowError]:
+    return driver.step((driver.request("bad", [*safe(6), token]), 7))
 
 
-def in_the_middle_of_a_prompt(hand: Hand, token: int) -> dict[str, int | RowError]:
-    return hand.step((hand.request("bad", [*safe(3), token, *safe(5)]), 9))
+def in_the_middle_of_a_prompt(driver: StepDriver, token: int) -> dict[str, int | RowError]:
+    return driver.step((driver.request("bad", [*safe(3), token, *safe(5)]), 9))
 
 
-def in_a_chunk_that_does_not_sample(hand: Hand, token: int) -> dict[str, int | RowError]:
-    return hand.step((hand.request("bad", [*safe(3), token, *safe(9)]), 7))
+def in_a_chunk_that_does_not_sample(driver: StepDriver, token: int) -> dict[str, int | RowError]:
+    return driver.step((driver.request("bad", [*safe(3), token, *safe(9)]), 7))
 
 
-def in_the_second_chunk(hand: Hand, token: int) -> dict[str, int | RowError]:
-    bad = hand.request("bad", [*safe(7), token, *safe(4)])
-    assert hand.step((bad, 6)) == {}
-    return hand.step((bad, 4))
+def in_the_second_chunk(driver: StepDriver, token: int) -> dict[str, int | RowError]:
+    bad = driver.request("bad", [*safe(7), token, *safe(4)])
+    assert driver.step((bad, 6)) == {}
+    return driver.step((bad, 4))
 
 
-def one_token_of_a_prompt_beside_a_decode(hand: Hand, token: int) -> dict[str, int | RowError]:
-    bad, other = hand.request("bad", [*safe(5), token, *safe(4)]), hand.request("other", safe(5))
-    hand.step((bad, 5), (other, 5))
-    return hand.step((other, 1), (bad, 1))
+def one_token_of_a_prompt_beside_a_decode(driver: StepDriver, token: int) -> dict[str, int | RowError]:
+    bad, other = driver.request("bad", [*safe(5), token, *safe(4)]), driver.request("other", safe(5))
+    driver.step((bad, 5), (other, 5))
+    return driver.step((other, 1), (bad, 1))
 
 
-def one_token_of_a_prompt_alone(hand: Hand, token: int) -> dict[str, int | RowError]:
-    bad = hand.request("bad", [*safe(5), token, *safe(4)])
-    hand.step((bad, 5))
-    return hand.step((bad, 1))
+def one_token_of_a_prompt_alone(driver: StepDriver, token: int) -> dict[str, int | RowError]:
+    bad = driver.request("bad", [*safe(5), token, *safe(4)])
+    driver.step((bad, 5))
+    return driver.step((bad, 1))
 
 
-def in_decode_beside_others(hand: Hand, token: int) -> dict[str, int | RowError]:
-    bad, other = hand.request("bad", safe(6)), hand.request("other", safe(5))
-    hand.step((bad, 6), (other, 5))
+def in_decode_beside_others(driver: StepDriver, token: int) -> dict[str, int | RowError]:
+    bad, other = driver.request("bad", safe(6)), driver.request("other", safe(5))
+    driver.step((bad, 6), (other, 5))
     bad.output_token_ids[-1] = bad.token_ids[-1] = token
-    return hand.step((other, 1), (bad, 1))
+    return driver.step((other, 1), (bad, 1))
 
 
-def in_decode_alone(hand: Hand, token: int) -> dict[str, int | RowError]:
-    bad = hand.request("bad", safe(6))
-    hand.prefill(bad)
+def in_decode_alone(driver: StepDriver, token: int) -> dict[str, int | RowError]:
+    bad = driver.request("bad", safe(6))
+    driver.prefill(bad)
     bad.output_token_ids[-1] = bad.token_ids[-1] = token
-    return hand.step((bad, 1))
+    return driver.step((bad, 1))
 
 
-WAYS: list[Callable[[Hand, int], dict[str, int | RowError]]] = [
+WAYS: list[Callable[[StepDriver, int], dict[str, int | RowError]]] = [
     last_of_a_prompt,
     in_the_middle_of_a_prompt,
     in_a_chunk_that_does_not_sample,
@@ -127,64 +127,64 @@ WAYS: list[Callable[[Hand, int], dict[str, int | RowError]]] = [
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_a_row_that_is_no_number_gets_an_error_and_the_pool_stays_finite(
-    value: float, way: Callable[[Hand, int], dict[str, int | RowError]]
+    value: float, way: Callable[[StepDriver, int], dict[str, int | RowError]]
 ) -> None:
-    hand = Hand.over(poison(small_model("qwen2"), value), num_blocks=14)
-    outcome = way(hand, POISON)
+    driver = StepDriver.over(poison(small_model("qwen2"), value), num_blocks=14)
+    outcome = way(driver, POISON)
     error = outcome["bad"]
     assert isinstance(error, RowError)
     assert "keys or values" in str(error) and "request 'bad'" in str(error) and "\n" not in str(error)
     assert all(isinstance(outcome[name], int) for name in outcome.keys() - {"bad"})
-    assert_pool_is_finite(hand.runner)
+    assert_pool_is_finite(driver.runner)
 
 
-def next_owners(hand: Hand) -> np.ndarray:
+def next_owners(driver: StepDriver) -> np.ndarray:
     """Free everything, give all blocks to two requests of unequal lengths, and return what these came to."""
-    for name in list(hand.tables):
-        hand.free += hand.tables.pop(name)
-    hand.free.sort(key=lambda block_id: (block_id * 7) % 15)
-    requests = [hand.request("long", safe(26, seed=2)), hand.request("short", safe(18, seed=3))]
+    for name in list(driver.tables):
+        driver.free += driver.tables.pop(name)
+    driver.free.sort(key=lambda block_id: (block_id * 7) % 15)
+    requests = [driver.request("long", safe(26, seed=2)), driver.request("short", safe(18, seed=3))]
     for request in requests:
-        hand.prefill(request, chunk=9)
-    outcomes = [hand.step(*((request, 1) for request in requests)) for _ in range(2)]
-    assert sorted(block for table in hand.tables.values() for block in table) == sorted(
-        set(range(1, 15)) - set(hand.free)
+        driver.prefill(request, chunk=9)
+    outcomes = [driver.step(*((request, 1) for request in requests)) for _ in range(2)]
+    assert sorted(block for table in driver.tables.values() for block in table) == sorted(
+        set(range(1, 15)) - set(driver.free)
     )
-    assert len(hand.free) <= 2
+    assert len(driver.free) <= 2
     assert all(isinstance(token, int) for outcome in outcomes for token in outcome.values())
-    return np.stack([hand.logits[request.request_id] for request in requests])
+    return np.stack([driver.logits[request.request_id] for request in requests])
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_who_gets_the_blocks_next_computes_as_if_nothing_had_been(
-    loaded: LoadedModel, way: Callable[[Hand, int], dict[str, int | RowError]]
+    loaded: LoadedModel, way: Callable[[StepDriver, int], dict[str, int | RowError]]
 ) -> None:
     """The same steps with a harmless token in place of the poison come to the same logits."""
     after: list[np.ndarray] = []
     for token in (POISON, 5):
-        hand = Hand.over(loaded, num_blocks=14)
-        assert isinstance(way(hand, token).get("bad", 0), RowError) == (token == POISON)
-        after.append(next_owners(hand))
+        driver = StepDriver.over(loaded, num_blocks=14)
+        assert isinstance(way(driver, token).get("bad", 0), RowError) == (token == POISON)
+        after.append(next_owners(driver))
     np.testing.assert_allclose(after[0], after[1], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_without_the_wiping_the_next_owner_would_fail(
-    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, way: Callable[[Hand, int], dict[str, int | RowError]]
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, way: Callable[[StepDriver, int], dict[str, int | RowError]]
 ) -> None:
     """So the test above can fail. Only slots behind a mask are left of the poison: no next owner reads it."""
-    hand = Hand.over(loaded, num_blocks=14)
+    driver = StepDriver.over(loaded, num_blocks=14)
     monkeypatch.setattr(BlockPoolArrays, "wipe", lambda pool, call, row: None)
-    way(hand, POISON)
-    pool = hand.runner._pool
+    way(driver, POISON)
+    pool = driver.runner._pool
     assert pool is not None
-    left = [block for block in hand.tables["bad"] if not np.isfinite(np.array(pool._values[0][block])).all()]
+    left = [block for block in driver.tables["bad"] if not np.isfinite(np.array(pool._values[0][block])).all()]
     assert left
-    owner, other = hand.request("owner", safe(10, seed=2)), hand.request("other", safe(14, seed=3))
-    hand.prefill(other)
-    hand.step((owner, 8))
-    hand.tables["owner"].append(left[-1])
-    outcome = hand.step((other, 1), (owner, 1))  # the first slot of the block; the other three are masked
+    owner, other = driver.request("owner", safe(10, seed=2)), driver.request("other", safe(14, seed=3))
+    driver.prefill(other)
+    driver.step((owner, 8))
+    driver.tables["owner"].append(left[-1])
+    outcome = driver.step((other, 1), (owner, 1))  # the first slot of the block; the other three are masked
     assert isinstance(outcome["owner"], RowError)
 
 
@@ -195,56 +195,56 @@ def test_rows_beside_the_bad_one_come_out_as_in_a_clean_run(loaded: LoadedModel)
     """In the same call and in other calls of the same step, the ones after it included."""
     outputs = []
     for token in (POISON, 5):
-        hand = Hand.over(loaded, num_blocks=40)
+        driver = StepDriver.over(loaded, num_blocks=40)
         one, bad, two = (
-            hand.request(name, safe(length, seed=length)) for name, length in (("one", 5), ("bad", 9), ("two", 17))
+            driver.request(name, safe(length, seed=length)) for name, length in (("one", 5), ("bad", 9), ("two", 17))
         )
-        chunk = hand.request("chunk", safe(20, seed=4))
-        hand.step((one, 5), (bad, 9), (two, 17))
+        chunk = driver.request("chunk", safe(20, seed=4))
+        driver.step((one, 5), (bad, 9), (two, 17))
         bad.output_token_ids[-1] = bad.token_ids[-1] = token
-        hand.step((one, 1), (bad, 1), (two, 1), (chunk, 12))
-        hand.step((one, 1), (two, 1), (chunk, 8))
-        hand.decode(one, two, chunk, steps=3)
-        outputs.append([hand.logits[name] for name in ("one", "two", "chunk")])
+        driver.step((one, 1), (bad, 1), (two, 1), (chunk, 12))
+        driver.step((one, 1), (two, 1), (chunk, 8))
+        driver.decode(one, two, chunk, steps=3)
+        outputs.append([driver.logits[name] for name in ("one", "two", "chunk")])
     for mine, clean in zip(*outputs, strict=True):
         np.testing.assert_allclose(mine, clean, rtol=1e-5, atol=1e-5)
 
 
-def test_only_the_slots_of_the_failed_row_in_this_call_are_wiped(hand: Hand) -> None:
-    bad, other = hand.request("bad", [*safe(6), POISON]), hand.request("other", safe(7))
-    hand.step((bad, 6), (other, 7))
-    before, others = hand.contents(bad), hand.contents(other)
-    hand.step((other, 1), (bad, 1))
-    after = hand.contents(bad)
+def test_only_the_slots_of_the_failed_row_in_this_call_are_wiped(driver: StepDriver) -> None:
+    bad, other = driver.request("bad", [*safe(6), POISON]), driver.request("other", safe(7))
+    driver.step((bad, 6), (other, 7))
+    before, others = driver.contents(bad), driver.contents(other)
+    driver.step((other, 1), (bad, 1))
+    after = driver.contents(bad)
     np.testing.assert_array_equal(after[:, :, :, :6], before)
     assert not after[:, :, :, 6].any()
-    np.testing.assert_array_equal(hand.contents(other)[:, :, :, :7], others)
-    assert hand.contents(other)[:, :, :, 7].all()
+    np.testing.assert_array_equal(driver.contents(other)[:, :, :, :7], others)
+    assert driver.contents(other)[:, :, :, 7].all()
 
 
-def test_all_samples_of_a_bad_prompt_fail(hand: Hand) -> None:
-    first = hand.request("first", [*safe(6), POISON], Sampling(temperature=1.0, n=3))
-    samples = tuple(hand.request(f"first.{n}", first.prompt_token_ids, Sampling(temperature=1.0)) for n in (1, 2))
-    outcome = hand.step((first, 7), samples={"first": samples})
+def test_all_samples_of_a_bad_prompt_fail(driver: StepDriver) -> None:
+    first = driver.request("first", [*safe(6), POISON], Sampling(temperature=1.0, n=3))
+    samples = tuple(driver.request(f"first.{n}", first.prompt_token_ids, Sampling(temperature=1.0)) for n in (1, 2))
+    outcome = driver.step((first, 7), samples={"first": samples})
     assert list(outcome) == ["first", "first.1", "first.2"]
     for name, error in outcome.items():
         assert isinstance(error, RowError) and repr(name) in str(error)
 
 
-def test_a_sample_that_fails_leaves_the_block_that_it_was_copied_from(hand: Hand) -> None:
-    first = hand.request("first", safe(6), Sampling(n=2))
-    sample = hand.request("sample", first.prompt_token_ids)
-    hand.step((first, 6), samples={"first": (sample,)})
-    target = hand.free.pop(0)
-    source = hand.tables["first"][1]
-    hand.tables["sample"] = [hand.tables["first"][0], target]
+def test_a_sample_that_fails_leaves_the_block_that_it_was_copied_from(driver: StepDriver) -> None:
+    first = driver.request("first", safe(6), Sampling(n=2))
+    sample = driver.request("sample", first.prompt_token_ids)
+    driver.step((first, 6), samples={"first": (sample,)})
+    target = driver.free.pop(0)
+    source = driver.tables["first"][1]
+    driver.tables["sample"] = [driver.tables["first"][0], target]
     sample.num_computed_tokens = 6
     sample.output_token_ids[-1] = sample.token_ids[-1] = POISON
-    before = hand.contents(first)
-    outcome = hand.step((first, 1), (sample, 1), copies=[BlockCopy(source, target)])
+    before = driver.contents(first)
+    outcome = driver.step((first, 1), (sample, 1), copies=[BlockCopy(source, target)])
     assert isinstance(outcome["sample"], RowError) and isinstance(outcome["first"], int)
-    np.testing.assert_array_equal(hand.contents(first)[:, :, :, :6], before)
-    assert_pool_is_finite(hand.runner)
+    np.testing.assert_array_equal(driver.contents(first)[:, :, :, :6], before)
+    assert_pool_is_finite(driver.runner)
 
 
 def overflowing(folder: Path, loaded: LoadedModel, path: str) -> Adapters:
@@ -265,17 +265,17 @@ def overflowing(folder: Path, loaded: LoadedModel, path: str) -> Adapters:
 def test_logits_alone_may_be_infinite_and_the_message_says_so(tmp_path: Path) -> None:
     """The K/V are whole then, and so is a row that does not sample, though it has logits beside others that do."""
     loaded = small_model("qwen2")
-    hand = Hand.over(loaded, adapters=overflowing(tmp_path, loaded, "lm_head"))
-    loud, base = hand.request("loud", safe(9), adapter="loud"), hand.request("base", safe(9))
-    outcome = hand.step((loud, 9), (base, 9))
+    driver = StepDriver.over(loaded, adapters=overflowing(tmp_path, loaded, "lm_head"))
+    loud, base = driver.request("loud", safe(9), adapter="loud"), driver.request("base", safe(9))
+    outcome = driver.step((loud, 9), (base, 9))
     assert isinstance(outcome["base"], int)
     error = outcome["loud"]
     assert isinstance(error, RowError)
     assert str(error).startswith("the logits of request 'loud' at positions 0 to 8 came out as NaN or infinite")
     assert "adapter 'loud'" in str(error)
-    early, late = (hand.request(name, safe(9), adapter="loud") for name in ("early", "late"))
-    assert hand.step((early, 3), (late, 8)) == {}
-    outcome = hand.step((early, 1), (late, 1))
+    early, late = (driver.request(name, safe(9), adapter="loud") for name in ("early", "late"))
+    assert driver.step((early, 3), (late, 8)) == {}
+    outcome = driver.step((early, 1), (late, 1))
     assert list(outcome) == ["late"] and isinstance(outcome["late"], RowError)
 
 
@@ -284,24 +284,24 @@ def test_keys_or_values_that_overflow_in_the_last_layer_alone_are_found(tmp_path
     """Whether the row samples or not. The layers before it are whole; one of keys and values is, too."""
     loaded = small_model("qwen2")
     adapters = overflowing(tmp_path, loaded, f"model.layers.2.self_attn.{projection}")
-    hand = Hand.over(loaded, adapters=adapters)
-    whole, part = (hand.request(name, safe(9), adapter="loud") for name in ("whole", "part"))
-    base = hand.request("base", safe(9))
-    outcome = hand.step((whole, 9), (part, 6), (base, 9))
+    driver = StepDriver.over(loaded, adapters=adapters)
+    whole, part = (driver.request(name, safe(9), adapter="loud") for name in ("whole", "part"))
+    base = driver.request("base", safe(9))
+    outcome = driver.step((whole, 9), (part, 6), (base, 9))
     assert isinstance(outcome["base"], int)
     for name in ("whole", "part"):
         error = outcome[name]
         assert isinstance(error, RowError) and "keys or values" in str(error)
-    assert_pool_is_finite(hand.runner)
-    assert hand.contents(base).all()
-    assert not hand.contents(part).any()
+    assert_pool_is_finite(driver.runner)
+    assert driver.contents(base).all()
+    assert not driver.contents(part).any()
 
 
 # -- In the engine -------------------------------------------------------------------------------------------
 
 
 def run_engine(loaded: LoadedModel, prompts: Sequence[Sequence[int]], **settings: Any) -> EngineCore:
-    """Run all prompts together to the end, the books checked after each step."""
+    """Run all prompts together to the end, the invariants checked after each step."""
     config = EngineConfig(**{"block_size": 4, "num_blocks": 24, "publication": "incremental", **settings})
     core = EngineCore(config, MLXRunner(loaded))
     sampling = Sampling(max_tokens=5, ignore_eos=True)

@@ -6,7 +6,7 @@ import gc
 from collections.abc import Sequence
 from typing import Any
 
-from tests.parity.hand import Hand, Reference, prompt, small_model  # before mlx: it loads the fast BLAS
+from tests.parity.direct import Reference, StepDriver, prompt, small_model  # before mlx: it loads the fast BLAS
 
 import mlx.core as mx  # isort: skip
 import numpy as np
@@ -162,52 +162,52 @@ def small() -> LoadedModel:
     return small_model("llama")
 
 
-def fork(hand: Hand, first: Request, *samples: Request) -> list[BlockCopy]:
+def fork(driver: StepDriver, first: Request, *samples: Request) -> list[BlockCopy]:
     """Give each sample the first one's table, its partly filled last block copied, as the engine would."""
-    table = hand.tables[first.request_id]
+    table = driver.tables[first.request_id]
     copies = []
     for sample in samples:
         sample.num_computed_tokens = first.num_prompt_tokens
-        own = list(table[: -(-first.num_prompt_tokens // hand.block_size)])
-        if first.num_prompt_tokens % hand.block_size:
-            copies.append(BlockCopy(own[-1], hand.free.pop(0)))
+        own = list(table[: -(-first.num_prompt_tokens // driver.block_size)])
+        if first.num_prompt_tokens % driver.block_size:
+            copies.append(BlockCopy(own[-1], driver.free.pop(0)))
             own[-1] = copies[-1].target
-        hand.tables[sample.request_id] = own
+        driver.tables[sample.request_id] = own
     return copies
 
 
 @pytest.mark.parametrize("length", [8, 10, 11, 12])
 def test_samples_draw_from_the_same_logits_by_their_own_seed_and_index(small: LoadedModel, length: int) -> None:
     sampling = Sampling(temperature=1.5)
-    hand, alone = Hand.over(small), Hand.over(small)
-    first, *others = (hand.request(f"r{n}", prompt(length), sampling, seed=5 + n) for n in range(N))
-    other = hand.request("other", prompt(5))
-    hand.prefill(other)
-    drawn = hand.step((other, 1), (first, length), samples={"r0": tuple(others)})
+    driver, alone = StepDriver.over(small), StepDriver.over(small)
+    first, *others = (driver.request(f"r{n}", prompt(length), sampling, seed=5 + n) for n in range(N))
+    other = driver.request("other", prompt(5))
+    driver.prefill(other)
+    drawn = driver.step((other, 1), (first, length), samples={"r0": tuple(others)})
     assert list(drawn) == ["other", "r0", "r1", "r2"]
-    copies = fork(hand, first, *others)
-    hand.step(*((request, 1) for request in (other, first, *others)), copies=copies)
-    hand.decode(first, other, *others, steps=6)
+    copies = fork(driver, first, *others)
+    driver.step(*((request, 1) for request in (other, first, *others)), copies=copies)
+    driver.decode(first, other, *others, steps=6)
     for number, request in enumerate((first, *others)):
         lone = alone.request(f"r{number}", prompt(length), sampling, seed=5 + number)
         alone.prefill(lone)
         alone.decode(lone, steps=7)
         assert request.output_token_ids == lone.output_token_ids
-        np.testing.assert_allclose(hand.contents(request), alone.contents(lone), rtol=2e-3, atol=2e-3)
+        np.testing.assert_allclose(driver.contents(request), alone.contents(lone), rtol=2e-3, atol=2e-3)
 
 
 def test_samples_of_one_last_token_in_a_batch_draw_from_their_own_row(small: LoadedModel) -> None:
     """The last token of two prompts is computed in one call with a decode; both have samples."""
     sampling = Sampling(temperature=1.5)
-    hand, alone = Hand.over(small), Hand.over(small)
-    other = hand.request("other", prompt(5))
-    hand.prefill(other)
+    driver, alone = StepDriver.over(small), StepDriver.over(small)
+    other = driver.request("other", prompt(5))
+    driver.prefill(other)
     groups = []
     for letter, length in (("a", 9), ("b", 13)):
-        group = [hand.request(f"{letter}{n}", prompt(length), sampling, seed=5 + n) for n in range(N)]
-        hand.step((group[0], length - 1))
+        group = [driver.request(f"{letter}{n}", prompt(length), sampling, seed=5 + n) for n in range(N)]
+        driver.step((group[0], length - 1))
         groups.append(group)
-    hand.step(
+    driver.step(
         (groups[0][0], 1),
         (other, 1),
         (groups[1][0], 1),
@@ -218,40 +218,40 @@ def test_samples_of_one_last_token_in_a_batch_draw_from_their_own_row(small: Loa
             lone = alone.request(f"{request.request_id}", request.prompt_token_ids, sampling, seed=5 + number)
             alone.prefill(lone)
             assert request.output_token_ids == lone.output_token_ids
-    hand.check(other, Reference.of(small, other.prompt_token_ids, 2))
+    driver.check(other, Reference.of(small, other.prompt_token_ids, 2))
 
 
 def test_two_samples_in_a_call_of_two_rows_draw_from_their_own_row(small: LoadedModel) -> None:
     """The other row, which comes first, does not sample: there are as many draws as rows, but not one for each."""
-    hand, alone = Hand.over(small), Hand.over(small)
-    part = hand.request("part", prompt(9, seed=3))
-    pair = [hand.request(name, prompt(6)) for name in ("a", "b")]
-    hand.step((part, 4), (pair[0], 5))
-    assert hand.step((part, 1), (pair[0], 1), samples={"a": (pair[1],)}).keys() == {"a", "b"}
+    driver, alone = StepDriver.over(small), StepDriver.over(small)
+    part = driver.request("part", prompt(9, seed=3))
+    pair = [driver.request(name, prompt(6)) for name in ("a", "b")]
+    driver.step((part, 4), (pair[0], 5))
+    assert driver.step((part, 1), (pair[0], 1), samples={"a": (pair[1],)}).keys() == {"a", "b"}
     lone = alone.request("a", prompt(6))
     alone.prefill(lone)
     assert [request.output_token_ids for request in pair] == [lone.output_token_ids] * 2
 
 
 def test_a_request_that_was_withdrawn_is_not_computed_and_the_others_are(small: LoadedModel) -> None:
-    hand = Hand.over(small)
-    gone, one, chunk, kept = (hand.request(name, prompt(9, seed=7)) for name in ("gone", "one", "chunk", "kept"))
+    driver = StepDriver.over(small)
+    gone, one, chunk, kept = (driver.request(name, prompt(9, seed=7)) for name in ("gone", "one", "chunk", "kept"))
     for request in (gone, one, kept):
-        hand.prefill(request)
-    before = hand.contents(gone)
+        driver.prefill(request)
+    before = driver.contents(gone)
     for request in (gone, chunk):
         request.move_to(RequestState.ABORTED)
-    drawn = hand.step((gone, 1), (kept, 1), (chunk, 9), (one, 1))
+    drawn = driver.step((gone, 1), (kept, 1), (chunk, 9), (one, 1))
     assert list(drawn) == ["kept", "one"]
-    np.testing.assert_array_equal(hand.contents(gone), before)
-    pool = hand.runner._pool
+    np.testing.assert_array_equal(driver.contents(gone), before)
+    pool = driver.runner._pool
     assert pool is not None
-    for block in hand.tables["chunk"]:
+    for block in driver.tables["chunk"]:
         assert not np.array(pool._keys[0][block]).any()
-    hand.check(kept, Reference.of(small, kept.prompt_token_ids, 2))
+    driver.check(kept, Reference.of(small, kept.prompt_token_ids, 2))
     for request in (one, kept):
         request.move_to(RequestState.ABORTED)
-    assert hand.step((one, 1), (kept, 1)) == {}
+    assert driver.step((one, 1), (kept, 1)) == {}
 
 
 # -- Copies --------------------------------------------------------------------------------------------------
@@ -293,29 +293,29 @@ def test_a_copy_from_or_to_a_block_that_the_pool_has_not_is_refused(pair: tuple[
 
 
 def test_copies_are_done_in_place(small: LoadedModel) -> None:
-    hand = Hand.over(small, block_size=16, num_blocks=4000)
-    first = hand.request("first", prompt(40))
-    hand.prefill(first)
-    sample = hand.request("sample", prompt(40))
+    driver = StepDriver.over(small, block_size=16, num_blocks=4000)
+    first = driver.request("first", prompt(40))
+    driver.prefill(first)
+    sample = driver.request("sample", prompt(40))
     sample.append_output(first.output_token_ids[0])
-    copies = fork(hand, first, sample)
-    hand.decode(first, steps=1)
-    pool = hand.runner._pool
+    copies = fork(driver, first, sample)
+    driver.decode(first, steps=1)
+    pool = driver.runner._pool
     assert pool is not None
     gc.collect()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    hand.step((first, 1), (sample, 1), copies=copies)
+    driver.step((first, 1), (sample, 1), copies=copies)
     assert mx.get_peak_memory() - before < pool._keys[0].nbytes / 4
 
 
 def test_copies_are_done_even_if_every_row_was_withdrawn(small: LoadedModel) -> None:
     """The block that was copied may be shared by others, who will not ask for the copy again."""
-    hand = Hand.over(small)
-    first = hand.request("first", prompt(10))
-    hand.prefill(first)
-    sample = hand.request("sample", prompt(10))
-    copies = fork(hand, first, sample)
+    driver = StepDriver.over(small)
+    first = driver.request("first", prompt(10))
+    driver.prefill(first)
+    sample = driver.request("sample", prompt(10))
+    copies = fork(driver, first, sample)
     first.move_to(RequestState.ABORTED)
-    assert hand.step((first, 1), copies=copies) == {}
-    np.testing.assert_array_equal(hand.contents(sample), hand.contents(first)[:, :, :, :10])
+    assert driver.step((first, 1), copies=copies) == {}
+    np.testing.assert_array_equal(driver.contents(sample), driver.contents(first)[:, :, :, :10])

@@ -1,4 +1,4 @@
-"""One life of an engine: actions are applied to a real `EngineCore`, and after each all books are held together.
+"""One life of an engine: actions are applied to a real `EngineCore`, and after each all states are compared.
 
 After every action the engine's invariants hold, the log folded so far (and from its recording as plain values) is
 the engine's own state, no row has read K/V that is not its own, the slow model agrees on everything in the cache,
@@ -66,7 +66,7 @@ def alone(ask: Ask) -> tuple[int, ...]:
 
 
 def output_of(ask: Ask, number: int) -> tuple[int, ...]:
-    """Return what sample ``number`` must put out: the same as a lone request, with a seed of its own."""
+    """Return what sample ``number`` must generate: the same as a lone request, with a seed of its own."""
     seed = ask.seed + number if ask.temperature else 0
     lone = Ask("lone", ask.prompt, LONGEST_OUTPUT, ask.temperature, seed, 1, None, ask.adapter, ask.multimodal)
     return alone(lone)[: ask.max_tokens]
@@ -124,7 +124,7 @@ class Life:
     # -- Actions -------------------------------------------------------------------------------------------
 
     def apply(self, action: Action) -> Action | None:
-        """Do one action and hold the books together. Raises Mismatch, or whatever else shows a fault."""
+        """Do one action and compare all states. Raises Mismatch, or whatever else shows a fault."""
         match action:
             case Submit(asks):
                 done = self._submit(asks)
@@ -398,7 +398,9 @@ class Life:
             told = [o.token_id for o in heard if o.token_id is not None]
             ends = [o.end for o in heard if o.end is not None]
             if told != list(output) or ends != [request.state] * request.state.is_ended:
-                raise Mismatch("heard", f"{name} has put out {output} and is {request.state}; heard was {told}, {ends}")
+                raise Mismatch(
+                    "heard", f"{name} has generated {output} and is {request.state}; heard was {told}, {ends}"
+                )
             if request.state.is_ended:
                 del self._unsettled[name]
 

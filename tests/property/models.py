@@ -74,9 +74,9 @@ class _Asked:
 class SlowCache:
     """Follows the log and says, of each block event, what it had to be.
 
-    From the log it takes who came, ran, put out, gave way and ended, and how many new pages a row asked for. What
-    is recovered, adopted, published, evicted and freed, and in which order, it finds on its own. (Of a weak hash it
-    does not know which contents collide; so there the log says what is published, and all else follows as before.)
+    From the log it takes who arrived, ran, generated, was preempted and ended, and how many new pages a row asked for.
+    What is recovered, adopted, published, evicted and freed, and in which order, it finds on its own. (Of a weak hash
+    it does not know which contents collide; so there the log says what is published, and all else follows as before.)
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -438,7 +438,7 @@ class SlowCache:
         if asked.pages:
             raise Mismatch("freed", f"{name} has ended and holds pages {asked.pages}")
 
-    # -- The engine's own books ----------------------------------------------------------------------------
+    # -- The engine's own state ----------------------------------------------------------------------------
 
     def compare(self, core: EngineCore) -> None:
         """Raise Mismatch unless the engine's own state is what the model says: between two steps."""

@@ -1,7 +1,7 @@
 """Live many random lives, in several processes, and say what happened in them.
 
 Every life has a number and draws from a source of its own, so that each can be lived again alone. Knows how lives
-are handed out, counted and reported; must not know what any action does.
+are distributed, counted and reported; must not know what any action does.
 """
 
 from __future__ import annotations

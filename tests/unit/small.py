@@ -1,6 +1,6 @@
 """Small engines for tests of ideas: block size 4, eight blocks, a virtual clock.
 
-Knows how to build and drive an `EngineCore`, and how to hold its books against its log. Must not know what any
+Knows how to build and drive an `EngineCore`, and how to compare its state with its log. Must not know what any
 single test is about.
 """
 
@@ -36,20 +36,20 @@ def small_core(
 
 
 def check(core: EngineCore) -> None:
-    """Hold the books against each other and against the log."""
+    """Check the invariants, and compare the state with the log."""
     core.check_invariants()
     assert core.state() == replay(core.log)
 
 
 def step(core: EngineCore, count: int = 1) -> None:
-    """Run ``count`` steps, each of which must have work, and check the books after each."""
+    """Run ``count`` steps, each of which must have work, and check the invariants after each."""
     for _ in range(count):
         assert core.step()
         check(core)
 
 
 def run(core: EngineCore) -> None:
-    """Run to the end, checking the books after each step: every request ends and every block is free."""
+    """Run to the end, checking the invariants after each step: every request ends and every block is free."""
     while core.step():
         check(core)
     check(core)

@@ -1,17 +1,29 @@
-"""A step is schedule, run, publish, tell: the door, triggers, ends, faults and books of the synchronous engine."""
+"""One thread owns the engine; callers get handles, and nobody ever waits for an engine that is gone."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+import asyncio
+import contextlib
+import gc
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from minivllm.config import EngineConfig
+from minivllm.cache.publication import AT_ALLOCATION, Moment
+from minivllm.config import EngineConfig, policy_name
+from minivllm.engine import notebook_cells
 from minivllm.engine.core import EngineCore
+from minivllm.engine.engine import Engine
+from minivllm.engine.handle import Handle
 from minivllm.engine.input_processor import Submission
-from minivllm.engine.output import Output
 from minivllm.errors import (
     ConfigError,
     DuplicateRequestError,
@@ -19,860 +31,1079 @@ from minivllm.errors import (
     EngineDeadError,
     InvalidRequestError,
     InvariantError,
+    MiniVLLMError,
+    ModelError,
+    RequestFailedError,
     RowError,
     UnknownNameError,
     UnknownRequestError,
 )
 from minivllm.log import events as ev
 from minivllm.log.replay import replay
-from minivllm.request import Request, RequestState, Sampling
+from minivllm.request import RequestState, Sampling
 from minivllm.runners.virtual import VirtualRunner
 from minivllm.step import ScheduledStep
-from tests.unit.small import FULL_PROMPT, check, events_of, recovered, run, small_core, step
 
-FINISHED, ABORTED, FAILED = RequestState.FINISHED, RequestState.ABORTED, RequestState.FAILED
+ROOT = Path(__file__).resolve().parents[2]
+WAIT = 30.0
+"""Seconds after which a test gives up on something that should come at once."""
 
-
-ONE = Sampling(max_tokens=1)
-
-
-class Fault(RuntimeError):
-    """What a device would raise."""
+PROMPT = list(range(40))
 
 
-def failing_at(number: int, error: BaseException | None = None) -> Callable[[ScheduledStep], None]:
-    """Return a hook that raises in step ``number``."""
+class Gate:
+    """Holds every step of a virtual runner back until it is released; says when a step has come."""
 
-    def on_step(scheduled: ScheduledStep) -> None:
-        if scheduled.number == number:
-            raise error or Fault("the device is gone")
+    def __init__(self) -> None:
+        self.arrived = threading.Semaphore(0)
+        self._let_go = threading.Semaphore(0)
+        self._is_open = threading.Event()
+        self.fails_at: int | None = None
 
-    return on_step
+    def __call__(self, step: ScheduledStep) -> None:
+        self.arrived.release()
+        while not self._is_open.is_set() and not self._let_go.acquire(timeout=0.01):
+            pass
+        if step.number == self.fails_at:
+            raise RuntimeError("the device is gone")
+
+    def let(self, count: int = 1) -> None:
+        """Let this many steps go on, and wait until the next one stands at the gate."""
+        for _ in range(count):
+            self._let_go.release()
+            assert self.arrived.acquire(timeout=WAIT)
+
+    def open(self) -> None:
+        self._is_open.set()
 
 
-def arrivals(core: EngineCore) -> list[tuple[str, int]]:
-    """Return (request id, step after which it arrived)."""
-    return [(event.request_id, event.step) for event in events_of(core, ev.RequestArrived)]
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    made = Gate()
+    yield made
+    made.open()
 
 
-# -- The door ----------------------------------------------------------------------------------------------
+@contextlib.contextmanager
+def gated_engine(gate: Gate, **settings: Any) -> Iterator[Engine]:
+    engine = Engine(runner=lambda: VirtualRunner(on_step=gate), **settings)
+    try:
+        yield engine
+    finally:
+        gate.open()
+        engine.close()
 
 
-def test_a_request_is_named_numbered_and_returned() -> None:
-    core = small_core()
-    first, second = core.submit([1, 2], max_tokens=1), core.submit("ab", max_tokens=1, request_id="mine")
-    assert (first.request_id, first.arrival, first.prompt_token_ids) == ("r0", 0, (1, 2))
-    assert (second.request_id, second.arrival, second.prompt_token_ids) == ("mine", 1, (97, 98))
-    assert list(core.requests.values()) == [first, second]
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    with Engine("virtual") as made:
+        yield made
 
 
-def test_a_name_of_ones_own_is_not_given_again() -> None:
-    core = small_core()
-    core.submit([1], request_id="r0", max_tokens=1)
-    assert core.submit([1], max_tokens=1).request_id == "r1"
+def wait_for(what: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT
+    while not what():
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.005)
+
+
+def engine_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "minivllm-engine"}
+
+
+# --- Handles ------------------------------------------------------------------------------------------------
+
+
+def test_a_handle_yields_its_tokens_and_then_has_its_result(engine: Engine) -> None:
+    handle = engine.submit("What is a block?", max_tokens=5)
+    tokens = list(handle)
+    result = handle.result(WAIT)
+    assert [token.token_id for token in tokens] == list(result.token_ids)
+    assert "".join(token.text for token in tokens) == result.text
+    assert (len(tokens), result.finish_reason, result.prompt_tokens) == (5, "length", 16)
+    assert list(handle) == tokens == handle.tokens
+    assert handle.done
+
+
+def test_tokens_can_be_read_while_the_request_runs(gate: Gate) -> None:
+    with gated_engine(gate) as engine:
+        handle = engine.submit(PROMPT, max_tokens=3)
+        tokens = iter(handle)
+        gate.let(1)
+        gate.let(1)
+        first = next(tokens)
+        assert first == handle.tokens[0]
+        assert not handle.done
+        gate.open()
+        assert len(list(tokens)) == 2
+
+
+def test_waiting_for_a_result_may_time_out_and_the_request_goes_on(gate: Gate) -> None:
+    with gated_engine(gate) as engine:
+        handle = engine.submit(PROMPT, max_tokens=2, request_id="slow")
+        with pytest.raises(TimeoutError, match=r"'slow' has not ended after 0\.01 s; it goes on"):
+            handle.result(timeout=0.01)
+        gate.open()
+        assert len(handle.result(WAIT).token_ids) == 2
+
+
+def test_several_threads_may_wait_for_the_same_handle(engine: Engine) -> None:
+    handle = engine.submit(PROMPT, max_tokens=20)
+    results: list[Any] = []
+    threads = [threading.Thread(target=lambda: results.append(list(handle))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT)
+    assert results == [handle.tokens] * 4
+    assert len(handle.tokens) == 20
+
+
+def test_a_coroutine_may_await_a_handle_or_iterate_it_while_others_run(gate: Gate) -> None:
+    async def scenario(engine: Engine) -> tuple[list[int], int, int]:
+        handle = engine.submit(PROMPT, max_tokens=4)
+        other = engine.submit(PROMPT, max_tokens=4)
+        turns = 0
+
+        async def count_turns() -> None:
+            nonlocal turns
+            while turns < 5:
+                await asyncio.sleep(0)
+                turns += 1
+            gate.open()  # only now can a token come: the loop was not blocked by those that wait
+
+        counting = asyncio.create_task(count_turns())
+        tokens = [token.token_id async for token in handle]
+        result = await other
+        await counting
+        return tokens, len(result.token_ids), turns
+
+    with gated_engine(gate) as engine:
+        tokens, count, turns = asyncio.run(scenario(engine))
+    assert (len(tokens), count, turns) == (4, 4, 5)
+
+
+def test_awaiting_a_handle_that_has_ended_returns_at_once(engine: Engine) -> None:
+    handle = engine.submit(PROMPT, max_tokens=2)
+    result = handle.result(WAIT)
+
+    async def ask() -> Any:
+        return await handle, [token async for token in handle]
+
+    assert asyncio.run(ask()) == (result, handle.tokens)
+
+
+def test_an_event_loop_that_is_closed_meanwhile_harms_nobody(gate: Gate) -> None:
+    with gated_engine(gate) as engine:
+        handle = engine.submit(PROMPT, max_tokens=2)
+
+        async def give_up() -> None:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(handle._wait_async(), 0.01)
+
+        asyncio.run(give_up())
+        gate.open()
+        assert len(handle.result(WAIT).token_ids) == 2
+        assert engine.error is None
+
+
+def test_a_handle_shows_where_it_is(engine: Engine) -> None:
+    handle = engine.submit(PROMPT, max_tokens=2, request_id="a")
+    handle.result(WAIT)
+    assert repr(handle) == "Handle('a', 2 tokens, ended)"
+
+
+# --- Submitting ---------------------------------------------------------------------------------------------
+
+
+def test_a_batch_arrives_before_one_and_the_same_step(engine: Engine) -> None:
+    handles = engine.submit_batch([Submission(PROMPT, Sampling(max_tokens=2), f"b{i}") for i in range(4)])
+    for handle in handles:
+        handle.result(WAIT)
+    first_rows = next(event for event in engine.log if event.kind == "step_scheduled").rows  # type: ignore[attr-defined]
+    assert [row[0] for row in first_rows] == ["b0", "b1", "b2", "b3"]
+
+
+def test_of_a_batch_with_one_bad_request_none_is_taken(engine: Engine) -> None:
+    with pytest.raises(InvalidRequestError, match="the prompt is empty"):
+        engine.submit_batch([Submission(PROMPT, request_id="good"), Submission([], request_id="bad")])
+    assert engine.state().requests == {}
+    assert engine.submit(PROMPT, max_tokens=1, request_id="good").result(WAIT).request_id == "good"
 
 
 @pytest.mark.parametrize(
-    ("prompt", "message"),
+    ("prompt", "settings", "words"),
     [
-        ([], "the prompt is empty; give it at least one token"),
-        ("", "the prompt is empty"),
-        ([1, -1], r"token 1 of the prompt is -1; the vocabulary has ids 0 to 49151"),
-        ([49_152], "token 0 of the prompt is 49152; the vocabulary"),
-        ([1.0], "token 0 of the prompt is 1.0; token ids are whole numbers"),
-        ([True], "token 0 of the prompt is True"),
-        (["1"], "token 0 of the prompt is '1'"),
-        ([None], "token 0 of the prompt is None"),
-        (7, "the prompt is a int; give a string or a list of token ids"),
-        (b"bytes", "the prompt is a bytes"),
-        (None, "the prompt is a NoneType"),
+        ("", {}, "the prompt is empty; give it at least one token"),
+        ([], {}, "the prompt is empty"),
+        ([1, 49_152], {}, "token 1 of the prompt is 49152; the vocabulary has ids 0 to 49151"),
+        ([-1], {}, "token 0 of the prompt is -1"),
+        ([1.5], {}, "token ids are whole numbers"),
+        (b"bytes", {}, "the prompt is a bytes"),
+        (7, {}, "the prompt is a int"),
+        ("half \udc80", {}, "half of a surrogate pair"),
+        ("hi", {"max_tokens": 0}, "max_tokens is 0; it must be a whole number of 1 or more"),
+        ("hi", {"max_tokens": -3}, "max_tokens is -3"),
+        ("hi", {"temperature": float("nan")}, "temperature is nan"),
+        ("hi", {"temperature": -1.0}, "temperature is -1.0"),
+        ("hi", {"top_p": 0.0}, "top_p is 0.0"),
+        ("hi", {"top_k": -1}, "top_k is -1"),
+        ("hi", {"seed": -1}, "seed is -1"),
+        ("hi", {"stop": ("",)}, "stop holds ''"),
+        ("hi", {"max_token": 3}, "sampling has max_tokens"),
+        ("hi", {"cache_salt": 5}, "cache_salt is 5"),
+        ("hi", {"request_id": ""}, "request_id is ''"),
+        ([1] * 9000, {}, "shorten the prompt, lower max_tokens or raise num_blocks"),
+        ([1] * 100, {"max_tokens": 1 << 21}, "can hold; shorten the prompt or lower max_tokens"),
     ],
 )
-def test_a_prompt_that_makes_no_sense_is_refused(prompt: Any, message: str) -> None:
-    core = small_core()
-    with pytest.raises(InvalidRequestError, match=message):
-        core.submit(prompt, max_tokens=1)
-    assert core.requests == {}
-    assert len(core.log) == 1
-
-
-def test_a_request_that_can_never_fit_the_pool_is_refused_with_both_numbers() -> None:
-    core = small_core()
-    with pytest.raises(InvalidRequestError, match=r"31 tokens and max_tokens is 3: that needs 9 blocks.* has 8"):
-        core.submit(list(range(31)), max_tokens=3)
-    assert core.requests == {}
-
-
-def test_the_token_that_comes_out_last_needs_no_room() -> None:
-    core = small_core()
-    request = core.submit(list(range(31)), max_tokens=2)
-    run(core)
-    assert len(request.output_token_ids) == 2
-
-
-def test_a_request_longer_than_the_model_is_refused() -> None:
-    core = EngineCore(EngineConfig(), VirtualRunner(max_model_len=20))
-    with pytest.raises(InvalidRequestError, match=r"15 tokens and max_tokens is 6.* more than the 20"):
-        core.submit(list(range(15)), max_tokens=6)
-    core.submit(list(range(15)), max_tokens=5)
-
-
-@pytest.mark.parametrize("salt", [1, b"a", ["a"]])
-def test_a_salt_that_is_no_string_is_refused(salt: Any) -> None:
-    with pytest.raises(InvalidRequestError, match=r"cache_salt is .* must be a string"):
-        small_core().submit([1], max_tokens=1, cache_salt=salt)
-
-
-@pytest.mark.parametrize("name", ["", 7])
-def test_a_request_id_that_is_no_name_is_refused(name: Any) -> None:
-    with pytest.raises(InvalidRequestError, match=r"request_id is .* must be a string of one character or more"):
-        small_core().submit([1], max_tokens=1, request_id=name)
-
-
-def test_an_id_in_use_is_refused_even_after_that_request_has_ended() -> None:
-    core = small_core()
-    core.submit([1], max_tokens=1, request_id="a")
-    run(core)
-    with pytest.raises(DuplicateRequestError, match="'a' is in use; choose another"):
-        core.submit([1], max_tokens=1, request_id="a")
-
-
-def test_sampling_is_given_whole_or_by_field_and_not_both() -> None:
-    core = small_core()
-    assert core.submit([1], Sampling(max_tokens=3)).sampling.max_tokens == 3
-    assert core.submit([1], max_tokens=4).sampling == Sampling(max_tokens=4)
-    with pytest.raises(InvalidRequestError, match="pass either sampling= or max_tokens, not both"):
-        core.submit([1], Sampling(), max_tokens=4)
-    with pytest.raises(InvalidRequestError, match="sampling has max_tokens, temperature"):
-        core.submit([1], heat=1)
-    with pytest.raises(InvalidRequestError, match="temperature is nan"):
-        core.submit([1], temperature=math.nan)
-    with pytest.raises(InvalidRequestError, match=r"pass a Sampling\(\.\.\.\)"):
-        core.submit_batch([Submission([1], "greedy")])  # type: ignore[arg-type]
-
-
-BAD = [
-    Submission([]),
-    Submission([1], request_id="good"),
-    Submission([1], request_id="old"),
-    Submission([10**9]),
-    Submission([1], Sampling(max_tokens=1000)),
-    Submission([1], Sampling(max_tokens=1), after=("ghost", 1)),
-    Submission([1], Sampling(max_tokens=1), after=("old", 0)),
-]
-
-
-@pytest.mark.parametrize("bad", BAD, ids=["empty", "twice", "in use", "vocabulary", "too long", "after", "token 0"])
-@pytest.mark.parametrize("place", [0, 1, 2])
-def test_of_a_batch_with_one_bad_submission_nothing_is_left(bad: Submission, place: int) -> None:
-    core = small_core(coordination="single-flight")
-    core.submit(FULL_PROMPT, max_tokens=2, request_id="old")
-    before, events = core.state(), len(core.log)
-    batch = [Submission([1, 2], Sampling(max_tokens=1), "good"), Submission([3], Sampling(max_tokens=1), "also good")]
-    batch.insert(place, bad)
-    with pytest.raises((InvalidRequestError, DuplicateRequestError, UnknownRequestError)):
-        core.submit_batch(batch)
-    assert core.state() == before
-    assert len(core.log) == events
-    assert core.submit_batch(batch[:place] + batch[place + 1 :])
-    run(core)
-
-
-def test_a_batch_arrives_together_and_in_its_order() -> None:
-    core = small_core()
-    core.submit_batch(Submission([n], Sampling(max_tokens=1), name) for n, name in enumerate("cab"))
-    step(core)
-    assert arrivals(core) == [("c", 0), ("a", 0), ("b", 0)]
-    assert [row[0] for row in events_of(core, ev.StepScheduled)[0].rows] == ["c", "a", "b"]
-
-
-# -- Triggers ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("count", [1, 2, 4])
-def test_a_request_arrives_when_the_other_has_put_its_nth_token_out(count: int) -> None:
-    core = small_core()
-    core.submit([1, 2], max_tokens=6, request_id="a")
-    late = core.submit([3], max_tokens=1, request_id="late", after=("a", count))
-    assert late.state is RequestState.DEFERRED
-    run(core)
-    assert arrivals(core) == [("a", 0), ("late", count)]
-    assert late.state is FINISHED
-
-
-def test_a_request_arrives_at_the_end_of_one_that_ends_sooner() -> None:
-    core = small_core()
-    core.submit([1, 2], max_tokens=2, request_id="a")
-    core.submit([3], max_tokens=1, request_id="late", after=("a", 100))
-    run(core)
-    assert arrivals(core) == [("a", 0), ("late", 2)]
-
-
-@pytest.mark.parametrize("end", [ABORTED, FAILED])
-def test_a_request_arrives_when_the_other_ends_early(end: RequestState) -> None:
-    core = small_core()
-    core.submit([1, 2], max_tokens=20, request_id="a")
-    late = core.submit([3], max_tokens=1, request_id="late", after=("a", 10))
-    step(core)
-    core.abort("a") if end is ABORTED else core.fail("a", Fault())
-    assert late.state is RequestState.WAITING
-    run(core)
-    assert late.state is FINISHED
-
-
-def test_a_request_after_a_token_that_is_out_already_arrives_at_once() -> None:
-    core = small_core()
-    core.submit([1, 2], max_tokens=8, request_id="a")
-    step(core, 3)
-    assert core.submit([3], max_tokens=1, after=("a", 3)).state is RequestState.WAITING
-    assert core.submit([4], max_tokens=1, after=("a", 4)).state is RequestState.DEFERRED
-    run(core)
-    assert core.submit([5], max_tokens=1, after=("a", 99)).state is RequestState.WAITING
-    run(core)
-
-
-def test_triggers_make_a_chain() -> None:
-    core = small_core()
-    batch = [Submission([1], Sampling(max_tokens=3), "a")]
-    batch += [
-        Submission([n], Sampling(max_tokens=3), name, after=(chr(ord(name) - 1), 2)) for n, name in enumerate("bcd")
-    ]
-    core.submit_batch(batch)
-    run(core)
-    assert arrivals(core) == [("a", 0), ("b", 2), ("c", 4), ("d", 6)]
-
-
-def test_several_requests_may_wait_for_different_tokens_of_one() -> None:
-    core = small_core(num_blocks=32)
-    core.submit([1], max_tokens=6, request_id="a")
-    for name, count in (("x", 3), ("y", 1), ("z", 3)):
-        core.submit([2], max_tokens=1, request_id=name, after=("a", count))
-    run(core)
-    assert arrivals(core) == [("a", 0), ("y", 1), ("x", 3), ("z", 3)]
-
-
-def test_a_deferred_request_that_is_aborted_never_arrives_and_those_behind_it_do() -> None:
-    core = small_core()
-    core.submit([1], max_tokens=6, request_id="a")
-    core.submit([2], max_tokens=1, request_id="b", after=("a", 3))
-    third = core.submit([3], max_tokens=1, request_id="c", after=("b", 1))
-    assert core.abort("b")
-    check(core)
-    assert third.state is RequestState.WAITING
-    run(core)
-    assert arrivals(core) == [("a", 0), ("c", 0)]
-    assert core.abort("b") is False
-
-
-def test_a_deferred_request_neither_leads_nor_follows_before_it_arrives() -> None:
-    core = small_core(num_blocks=32, coordination="single-flight", release="on-completion")
-    core.submit([1], max_tokens=3, request_id="a")
-    core.submit(FULL_PROMPT, max_tokens=2, request_id="deferred", after=("a", 2))
-    assert core.submit(FULL_PROMPT, max_tokens=9, request_id="b").state is RequestState.WAITING
-    step(core, 2)
-    assert core.requests["deferred"].state is RequestState.HELD
-    run(core)
-    assert recovered(list(core.requests.values())) == [0, 8, 0]
-
-
-def test_a_trigger_on_an_unknown_request_is_refused() -> None:
-    with pytest.raises(UnknownRequestError, match="after names request 'ghost', which is not known"):
-        small_core().submit([1], max_tokens=1, after=("ghost", 1))
-
-
-def test_a_request_cannot_wait_for_itself() -> None:
-    """It would never arrive, and nobody would ever hear of it again."""
-    core = small_core()
-    with pytest.raises(UnknownRequestError, match="after names request 'a', which is not known"):
-        core.submit([1], max_tokens=1, request_id="a", after=("a", 1))
-    with pytest.raises(UnknownRequestError, match="after names request 'r0', which is not known"):
-        core.submit([1], max_tokens=1, after=("r0", 1))
-    assert core.requests == {}
-
-
-def test_a_request_cannot_wait_for_a_later_one_of_its_batch() -> None:
-    core = small_core()
-    with pytest.raises(UnknownRequestError):
-        core.submit_batch([Submission([1], ONE, "a", after=("b", 1)), Submission([1], ONE, "b")])
-    assert core.requests == {}
-
-
-@pytest.mark.parametrize("count", [0, -1, 1.5, "1", None, True])
-def test_the_token_of_a_trigger_is_a_whole_number_from_1(count: Any) -> None:
-    core = small_core()
-    core.submit([1], max_tokens=1, request_id="a")
-    with pytest.raises(InvalidRequestError, match="the first output token is 1"):
-        core.submit([1], max_tokens=1, after=("a", count))
-
-
-@pytest.mark.parametrize("after", ["a", ("a",), ("a", 1, 2), 5, [["a"], 1]])
-def test_a_trigger_that_is_no_pair_is_refused_in_a_sentence(after: Any) -> None:
-    core = small_core()
-    core.submit([1], max_tokens=1, request_id="a")
-    with pytest.raises(InvalidRequestError, match=r"after is .*; give \(request id, output token\)"):
-        core.submit([1], max_tokens=1, after=after)
-
-
-# -- Tokens and text ---------------------------------------------------------------------------------------
-
-
-def test_tokens_come_out_when_the_step_ends_and_the_listener_hears_each() -> None:
-    heard: list[Output] = []
-    core = small_core(listener=heard.append)
-    request = core.submit([1, 2], max_tokens=3)
-    step(core)
-    assert [(o.token_id, o.end) for o in heard] == [(request.output_token_ids[0], None)]
-    run(core)
-    assert [o.token_id for o in heard] == request.output_token_ids
-    assert [o.end for o in heard] == [None, None, FINISHED]
-    assert "".join(o.text for o in heard) == core.runner.tokenizer.decode(request.output_token_ids)  # type: ignore[attr-defined]
-    assert request.finish_reason == "length"
-
-
-def test_an_end_of_sequence_token_ends_the_request_and_writes_no_text() -> None:
-    for ignore, count in ((False, 2), (True, 4)):
-        core = small_core()
-        probe = core.submit([1, 2], max_tokens=4)
-        run(core)
-        core = small_core()
-        core.runner.eos_token_ids = frozenset({probe.output_token_ids[1]})  # type: ignore[misc]
-        request = core.submit([1, 2], max_tokens=4, ignore_eos=ignore)
-        run(core)
-        assert request.output_token_ids == probe.output_token_ids[:count]
-        assert request.finish_reason == ("length" if ignore else "stop")
-        texts = [event.text for event in events_of(core, ev.TokenOut)]
-        assert (texts[1] == "") is not ignore
-
-
-def test_a_stop_string_ends_the_request_and_is_no_part_of_its_text() -> None:
-    core = small_core()
-    probe = core.submit([1, 2], max_tokens=6)
-    run(core)
-    words = core.runner.tokenizer.decode(probe.output_token_ids).split()  # type: ignore[attr-defined]
-    core = small_core()
-    request = core.submit([1, 2], max_tokens=6, stop=words[2])
-    run(core)
-    assert "".join(event.text for event in events_of(core, ev.TokenOut)) == f"{words[0]} {words[1]} "
-    assert request.finish_reason == "stop"
-    assert len(request.output_token_ids) == 3
-
-
-def test_text_that_was_kept_back_for_a_stop_string_comes_out_at_the_end() -> None:
-    core = small_core()
-    probe = core.submit([1, 2], max_tokens=3)
-    run(core)
-    text = core.runner.tokenizer.decode(probe.output_token_ids)  # type: ignore[attr-defined]
-    core = small_core()
-    core.submit([1, 2], max_tokens=3, stop=text + "never")
-    run(core)
-    assert [event.text for event in events_of(core, ev.TokenOut)] == ["", "", text]
-
-
-def test_a_seed_repeats_and_without_one_the_order_of_arrival_gives_it() -> None:
-    core = small_core(num_blocks=64)
-    requests = [core.submit([1, 2], max_tokens=5, temperature=0.8, seed=seed) for seed in (7, 7, None, None)]
-    run(core)
-    outputs = [tuple(request.output_token_ids) for request in requests]
-    assert outputs[0] == outputs[1]
-    assert len(set(outputs)) == 3
-    assert [request.seed for request in requests] == [7, 7, 2, 3]
-
-
-# -- Ends --------------------------------------------------------------------------------------------------
-
-
-def test_an_abort_frees_at_once_and_a_second_one_says_that_it_is_over() -> None:
-    heard: list[Output] = []
-    core = small_core(listener=heard.append)
-    request = core.submit(FULL_PROMPT, max_tokens=9, request_id="a")
-    step(core, 2)
-    assert core.abort("a") is True
-    check(core)
-    assert core.manager.pool.num_free == 8
-    assert (request.state, request.finish_reason) == (ABORTED, "abort")
-    assert heard[-1] == Output("a", None, "", ABORTED)
-    events = len(core.log)
-    assert core.abort("a") is False
-    assert len(core.log) == events
-
-
-def test_an_unknown_request_cannot_be_aborted() -> None:
-    with pytest.raises(UnknownRequestError, match="no request is called 'ghost'"):
-        small_core().abort("ghost")
-
-
-def test_one_request_can_fail_while_the_engine_goes_on() -> None:
-    heard: list[Output] = []
-    core = small_core(listener=heard.append)
-    first = core.submit([1], max_tokens=4, request_id="a")
-    second = core.submit([2], max_tokens=4, request_id="b")
-    step(core)
-    error = Fault("bad row")
-    assert core.fail("a", error)
-    assert heard[-1] == Output("a", None, "", FAILED, error)
-    assert events_of(core, ev.RequestFailed)[0].error == "Fault: bad row"
-    run(core)
-    assert (first.state, second.state) == (FAILED, FINISHED)
-
-
-# -- Faults ------------------------------------------------------------------------------------------------
-
-
-def busy_core(on_step: Callable[[ScheduledStep], None], heard: list[Output] | None = None) -> EngineCore:
-    """Return an engine with a leader, a held follower, a waiting and a deferred request."""
-    core = small_core(
-        num_blocks=16,
-        publication="incremental",
-        coordination="single-flight",
-        release="on-completion",
-        max_num_seqs=2,
-        on_step=on_step,
-        listener=heard.append if heard is not None else None,
+def test_bad_input_is_refused_at_the_door_and_leaves_nothing(
+    engine: Engine, prompt: Any, settings: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        engine.submit(prompt, **settings)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert engine.state().requests == {}
+    engine.check_invariants()
+    assert engine.submit(PROMPT, max_tokens=1).result(WAIT).finish_reason == "length"
+
+
+@pytest.mark.parametrize("message", ["", 5, None])
+def test_an_empty_chat_message_is_refused(engine: Engine, message: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="the message is"):
+        engine.chat(message)
+
+
+def test_an_id_may_be_used_once(engine: Engine) -> None:
+    engine.submit(PROMPT, max_tokens=1, request_id="a").result(WAIT)
+    with pytest.raises(DuplicateRequestError, match="'a' is in use"):
+        engine.submit(PROMPT, request_id="a")
+    with pytest.raises(DuplicateRequestError, match="'b' is in use"):
+        engine.submit_batch([Submission(PROMPT, request_id="b"), Submission(PROMPT, request_id="b")])
+
+
+def test_threads_that_submit_at_the_same_time_get_their_own_ids(engine: Engine) -> None:
+    handles: list[Handle] = []
+
+    def submit_ten() -> None:
+        for _ in range(10):
+            handles.append(engine.submit(PROMPT, max_tokens=1))
+
+    threads = [threading.Thread(target=submit_ten) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT)
+    results = [handle.result(WAIT) for handle in handles]
+    assert len({result.request_id for result in results}) == 80
+    engine.check_invariants()
+
+
+def test_a_request_may_wait_for_a_token_of_another(engine: Engine) -> None:
+    first, second = engine.submit_batch(
+        [
+            Submission(PROMPT, Sampling(max_tokens=4), "a"),
+            Submission(PROMPT, Sampling(max_tokens=1), "b", after=("a", 2)),
+        ]
     )
-    core.submit(FULL_PROMPT, max_tokens=9, request_id="leader")
-    core.submit(FULL_PROMPT, max_tokens=9, request_id="follower")
-    core.submit([1, 2, 3], max_tokens=9, request_id="other")
-    core.submit([4, 5, 6], max_tokens=9, request_id="waiting")
-    core.submit([7], max_tokens=1, request_id="deferred", after=("leader", 9))
-    return core
+    first.result(WAIT)
+    second.result(WAIT)
+    kinds = [(event.kind, event.request_id) for event in engine.log if hasattr(event, "request_id")]
+    assert kinds.index(("request_arrived", "b")) > kinds.index(("token_out", "a"))
+    with pytest.raises(UnknownRequestError, match="after names request 'nobody'"):
+        engine.submit(PROMPT, after=("nobody", 1))
 
 
-def test_a_runner_that_raises_fails_every_request_and_frees_every_block() -> None:
-    heard: list[Output] = []
-    error = Fault("the device is gone")
-    core = busy_core(failing_at(3, error), heard)
-    step(core, 2)
-    with pytest.raises(EngineDeadError, match="stopped in step 3: Fault: the device is gone") as caught:
-        core.step()
-    assert caught.value.__cause__ is error
-    check(core)
-    assert {request.state for request in core.requests.values()} == {FAILED}
-    assert core.manager.pool.num_free == 16
-    ends = {output.request_id: output.error for output in heard if output.end is FAILED}
-    assert ends == dict.fromkeys(core.requests, error)
-    assert not core.has_work
+# --- Taking back --------------------------------------------------------------------------------------------
 
 
-def test_nothing_of_the_step_that_failed_is_published() -> None:
-    """The fault it guards against: blocks published, the step withdrawn, the next request hits unwritten K/V."""
-    core = small_core(num_blocks=16, publication="incremental", max_num_batched_tokens=8, on_step=failing_at(2))
-    core.submit(list(range(24)), max_tokens=2)
-    step(core)
-    published = dict(core.manager.index.items())
-    assert len(published) == 2
-    with pytest.raises(EngineDeadError):
-        core.step()
-    check(core)
-    assert dict(core.manager.index.items()) == published
-    failed = events_of(core, ev.StepFailed)[0]
-    assert [event for event in core.log.since(failed.seq) if isinstance(event, ev.BlocksPublished)] == []
-
-
-def test_a_dying_engine_makes_nobody_leader_and_lets_nobody_arrive() -> None:
-    core = busy_core(failing_at(1))
-    core.submit([8], max_tokens=1, request_id="behind the deferred one", after=("deferred", 1))
-    with pytest.raises(EngineDeadError):
-        core.step()
-    check(core)
-    assert events_of(core, ev.FlightHandedOver) == []
-    assert [event.request_ids for event in events_of(core, ev.FlightReleased)] == [(), (), ()]
-    assert arrivals(core)[-1] == ("waiting", 0)
-    assert {request.state for request in core.requests.values()} == {FAILED}
-
-
-def test_a_dead_engine_says_so_with_the_cause_and_a_new_one_works() -> None:
-    error = Fault("the device is gone")
-    core = busy_core(failing_at(1, error))
-    with pytest.raises(EngineDeadError):
-        core.step()
-    for call in (
-        lambda: core.submit([1], max_tokens=1),
-        lambda: core.submit_batch([]),
-        core.step,
-        core.reset_cache,
-        lambda: core.reset_cache(abort_running=True),
-        core.set_policies,
-    ):
-        with pytest.raises(EngineDeadError, match=r"the device is gone.*make a new engine") as caught:
-            call()
-        assert caught.value.__cause__ is error
-    assert core.abort("leader") is False
-    core.close()
-    fresh = busy_core(lambda scheduled: None)
-    run(fresh)
-    assert {request.state for request in fresh.requests.values()} == {FINISHED}
-
-
-def test_an_interrupt_in_mid_step_ends_the_engine_and_is_passed_on_as_it_is() -> None:
-    core = busy_core(failing_at(2, KeyboardInterrupt()))
-    step(core)
-    with pytest.raises(KeyboardInterrupt):
-        core.step()
-    check(core)
-    assert {request.state for request in core.requests.values()} == {FAILED}
-    with pytest.raises(EngineDeadError, match="KeyboardInterrupt"):
-        core.submit([1])
-
-
-@pytest.mark.parametrize(
-    "change",
-    [lambda drawn: {}, lambda drawn: {**drawn, "ghost": 1}, lambda drawn: {"ghost": 1}],
-    ids=["none", "more", "another"],
-)
-def test_a_runner_that_draws_for_the_wrong_requests_ends_the_engine(change: Any) -> None:
-    class Confused(VirtualRunner):
-        def execute(self, step: ScheduledStep) -> dict[str, int | RowError]:
-            drawn: dict[str, int | RowError] = change(super().execute(step))
-            return drawn
-
-    core = EngineCore(EngineConfig(block_size=4, num_blocks=8, publication="incremental"), Confused())
-    core.submit(FULL_PROMPT, max_tokens=2, request_id="a")
-    with pytest.raises(EngineDeadError, match=r"the runner drew tokens for .*, not for \['a'\]") as caught:
-        core.step()
-    assert isinstance(caught.value.__cause__, InvariantError)
-    check(core)
-    assert len(core.manager.index) == 0
-    assert core.requests["a"].output_token_ids == []
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda drawn: None,
-        lambda drawn: list(drawn.items()),
-        lambda drawn: {**drawn, 5: 1},
-        lambda drawn: dict.fromkeys(drawn),
-        lambda drawn: {name: str(token) for name, token in drawn.items()},
-        lambda drawn: {name: float(token) for name, token in drawn.items()},
-        lambda drawn: dict.fromkeys(drawn, True),
-        lambda drawn: dict.fromkeys(drawn, ValueError("returned and not raised")),
-        lambda drawn: {name: token for name, token in drawn.items() if name != "a.1"},
-        lambda drawn: {**drawn, "a.2": 1},
-    ],
-    ids=["nothing", "a list", "a key", "None", "text", "a float", "a bool", "an error", "a sample less", "one more"],
-)
-def test_a_runner_that_returns_what_is_no_result_ends_the_engine_and_says_what_it_was(change: Any) -> None:
-    class Confused(VirtualRunner):
-        def execute(self, step: ScheduledStep) -> dict[str, int | RowError]:
-            drawn: dict[str, int | RowError] = change(super().execute(step))
-            return drawn
-
-    core = EngineCore(EngineConfig(block_size=4, num_blocks=16, publication="incremental"), Confused())
-    core.submit(FULL_PROMPT, max_tokens=2, request_id="a", n=2)
-    core.submit([1, 2], max_tokens=2, request_id="b")
-    with pytest.raises(
-        EngineDeadError, match=r"stopped in step 1: InvariantError: the runner (drew|returned) "
-    ) as caught:
-        core.step()
-    assert isinstance(caught.value.__cause__, InvariantError)
-    check(core)
-    assert {request.state for request in core.requests.values()} == {FAILED}
-    assert len(core.manager.index) == 0
-    assert events_of(core, ev.TokenOut) == []
-
-
-def test_a_policy_that_raises_ends_the_engine_like_a_runner_that_does() -> None:
-    class Broken:
-        name = "broken"
-
-        def visible_tokens(self, num_computed_tokens: int, moment: object) -> int:
-            raise Fault("no answer")
-
-    core = small_core(publication=Broken())
-    core.submit([1], max_tokens=2)
-    with pytest.raises(EngineDeadError, match="Fault: no answer"):
-        core.step()
-    check(core)
-    assert core.manager.pool.num_free == 8
-
-
-def test_policies_of_ones_own_need_no_name() -> None:
-    class Mine:
-        def visible_tokens(self, num_computed_tokens: int, moment: object) -> int:
-            return num_computed_tokens
-
-    core = small_core(publication=Mine())
-    assert events_of(core, ev.EngineStarted)[0].publication == "Mine"
-    core.submit(FULL_PROMPT, max_tokens=2)
-    run(core)
-    core.set_policies(release="on-completion")
-    assert events_of(core, ev.PoliciesChanged)[0].publication == "Mine"
-    assert len(core.manager.index) == 2
-
-
-# -- Between steps -----------------------------------------------------------------------------------------
-
-
-def test_run_stops_after_the_steps_that_were_asked_for() -> None:
-    core = small_core()
-    core.submit([1], max_tokens=5)
-    assert core.run(max_steps=2) == 2
-    assert core.has_work
-    assert core.run() == 3
-
-
-def test_a_reset_forgets_everything_when_nothing_is_in_use() -> None:
-    core = small_core()
-    core.submit(FULL_PROMPT, max_tokens=3, request_id="a")
-    step(core)
-    assert core.reset_cache() is False
-    run(core)
-    assert core.reset_cache() is True
-    check(core)
-    again = core.submit(FULL_PROMPT, max_tokens=1)
-    run(core)
-    assert again.num_recovered_tokens == 0
-
-
-RESETS: dict[str, dict[str, Any]] = {
-    "independent": {},
-    "single-flight": {"coordination": "single-flight", "release": "on-completion"},
-    "shared-prefix": {"coordination": "shared-prefix"},
-    "wait-or-recompute": {"coordination": "wait-or-recompute"},
+PHASES = {
+    "prefill": (RequestState.RUNNING, 0),
+    "decode": (RequestState.RUNNING, 2),
+    "waiting": (RequestState.WAITING, 0),
+    "held": (RequestState.HELD, 0),
+    "preempted": (RequestState.PREEMPTED, 1),
+    "deferred": (RequestState.DEFERRED, 0),
 }
+"""The state of each phase, and how many tokens have come out at least."""
 
 
-@pytest.mark.parametrize("setting", RESETS)
-@pytest.mark.parametrize("steps", [1, 2, 4], ids=["first chunk", "prompt computed", "decode"])
-def test_a_reset_that_aborts_ends_who_runs_and_everybody_else_goes_on_from_nothing(setting: str, steps: int) -> None:
-    heard: list[Output] = []
-    core = small_core(
-        num_blocks=32,
-        max_num_seqs=4,
-        long_prefill_token_threshold=8,
-        publication="incremental",
-        listener=heard.append,
-        **RESETS[setting],
-    )
-    fields: dict[str, Any] = {"max_tokens": 8, "temperature": 0.8}
-    core.submit(FULL_PROMPT, request_id="a", n=2, seed=1, **fields)
-    core.submit(FULL_PROMPT, request_id="b", n=2, seed=5, **fields)
-    core.submit([1, 2, 3], request_id="c", seed=9, **fields)
-    core.submit([4, 5, 6], request_id="late", seed=10, after=("a", 8), **fields)
-    core.submit([7, 8, 9], request_id="never", seed=11, after=("late", 100), **fields)
-    step(core, steps)
-    running = {request.request_id for request in core.scheduler.running}
-    others = core.requests.keys() - running
-    assert running and {"c", "late", "never"} & others
-    assert core.reset_cache(abort_running=True) is True
-    check(core)
-    assert {name for name, request in core.requests.items() if request.state is ABORTED} == running
-    assert {output.request_id for output in heard if output.end is ABORTED} == running
-    assert len(core.manager.index) == 0
-    assert core.manager.pool.num_free == 32
-    assert core.log[-1].kind == "cache_reset"
-    run(core)
-    fresh = EngineCore(EngineConfig(), VirtualRunner())
-    for name in others:
-        request = core.requests[name]
-        alone = fresh.submit(request.prompt_token_ids, seed=request.seed, **fields)
-        fresh.run()
-        assert (request.state, request.output_token_ids) == (FINISHED, alone.output_token_ids)
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_request_can_be_aborted_in_every_phase(gate: Gate, phase: str) -> None:
+    settings: dict[str, Any] = {"block_size": 4, "num_blocks": 32, "max_num_batched_tokens": 6}
+    if phase == "preempted":
+        settings["num_blocks"] = 6
+    if phase == "waiting":
+        settings["max_num_seqs"] = 1
+    if phase == "held":
+        settings["coordination"] = "single-flight"
+    with gated_engine(gate, **settings) as engine:
+        prompt = [5, 6, 7, 8, 9, 10, 11, 12]
+        other, handle = engine.submit_batch(
+            [
+                Submission(prompt, Sampling(max_tokens=12), "other"),
+                Submission(prompt, Sampling(max_tokens=12), "a", after=("other", 9) if phase == "deferred" else None),
+            ]
+        )
+        assert gate.arrived.acquire(timeout=WAIT)
+        request = engine._core.requests["a"]
+        state, least = PHASES[phase]
+        while request.state is not state or len(request.output_token_ids) < least:
+            assert not other.done, f"the request never was in {phase}"
+            gate.let()
+        had = len(request.output_token_ids)
+        answers: list[bool] = []
+        aborting = threading.Thread(target=lambda: answers.append(handle.abort()))
+        aborting.start()
+        wait_for(lambda: engine._worker.commands.qsize() > 0)  # it is heard when the step has ended
+        gate.open()
+        aborting.join(WAIT)
+        assert answers == [True]
+        assert handle.abort() is False
+        result = handle.result(WAIT)
+        assert result.finish_reason == "abort"
+        assert had <= len(result.token_ids) <= had + 1
+        assert other.result(WAIT).finish_reason == "length"
+        engine.check_invariants()
+        assert len(engine.state().free_queue) == engine.config.num_blocks
+        assert replay(engine.log) == engine.state()
 
 
-def test_a_reset_that_aborts_leaves_a_preempted_request_which_finds_nothing_of_its_own_any_more() -> None:
-    core = small_core(num_blocks=6, publication="incremental")
-    core.submit(list(range(8)), max_tokens=10, request_id="old")
-    young = core.submit(list(range(50, 58)), max_tokens=10, request_id="young")
-    while young.state is not RequestState.PREEMPTED:
-        step(core)
-    before = list(young.output_token_ids)
-    assert before
-    assert core.reset_cache(abort_running=True) is True
-    assert young.state is RequestState.PREEMPTED
-    resets = len(core.log)
-    run(core)
-    assert young.state is FINISHED
-    assert young.output_token_ids[: len(before)] == before
-    first_look = next(e for e in core.log.since(resets) if isinstance(e, ev.PrefixLookedUp))
-    assert (first_look.request_id, first_look.resumed, first_look.num_recovered_tokens) == ("young", True, 0)
+def test_aborting_twice_or_after_the_end_says_false(engine: Engine) -> None:
+    handle = engine.submit(PROMPT, max_tokens=1, request_id="a")
+    handle.result(WAIT)
+    assert (handle.abort(), engine.abort("a"), engine.abort("a")) == (False, False, False)
+    assert handle.result().finish_reason == "length"
 
 
-def test_a_reset_that_aborts_makes_the_next_sample_the_first_and_it_computes_the_prompt() -> None:
-    core = small_core(num_blocks=32, long_prefill_token_threshold=4, publication="incremental")
-    core.submit(FULL_PROMPT, max_tokens=2, request_id="a", n=3)
-    step(core, 2)
-    assert core.reset_cache(abort_running=True) is True
-    check(core)
-    assert [(e.from_id, e.to_id) for e in events_of(core, ev.SampleLeads)] == [("a", "a.1")]
-    assert core.requests["a.1"].state is RequestState.WAITING
-    assert core.requests["a.2"].state is RequestState.HELD
-    run(core)
-    assert [core.requests[name].state for name in core.samples_of("a")] == [ABORTED, FINISHED, FINISHED]
-    assert core.requests["a.1"].num_recovered_tokens == 0
+def test_an_unknown_id_is_an_error(engine: Engine) -> None:
+    with pytest.raises(UnknownRequestError, match="no request is called 'nobody'; ask with an id"):
+        engine.abort("nobody")
 
 
-def test_a_reset_that_may_abort_does_what_any_other_does_when_nobody_runs() -> None:
-    core = small_core()
-    assert core.reset_cache(abort_running=True) is True
-    core.submit(FULL_PROMPT, max_tokens=1, request_id="a")
-    core.submit([1], max_tokens=1, request_id="waits")
-    run(core)
-    waiting = core.submit(FULL_PROMPT, max_tokens=1)
-    assert core.reset_cache(abort_running=True) is True
-    assert (waiting.state, core.requests["a"].state) == (RequestState.WAITING, FINISHED)
-    run(core)
-    assert waiting.num_recovered_tokens == 0
+def test_when_a_leader_is_aborted_its_followers_finish(gate: Gate) -> None:
+    with gated_engine(gate, coordination="single-flight", max_num_batched_tokens=16) as engine:
+        handles = engine.submit_batch([Submission(PROMPT, Sampling(max_tokens=3)) for _ in range(4)])
+        assert gate.arrived.acquire(timeout=WAIT)
+        aborting = threading.Thread(target=handles[0].abort)
+        aborting.start()
+        wait_for(lambda: engine._worker.commands.qsize() > 0)
+        gate.open()
+        aborting.join(WAIT)
+        assert [handle.result(WAIT).finish_reason for handle in handles] == ["abort", "length", "length", "length"]
+        engine.check_invariants()
 
 
-def test_policies_change_only_while_no_request_is_in_the_engine() -> None:
-    core = small_core(num_blocks=32)
-    first = core.submit(FULL_PROMPT, max_tokens=2)
-    with pytest.raises(ConfigError, match="wait or abort them"):
-        core.set_policies(publication="incremental")
-    assert core.config.publication == "on-completion"
-    run(core)
-    core.set_policies(publication="incremental", coordination="single-flight", release="on-completion")
-    check(core)
-    assert events_of(core, ev.PoliciesChanged) == [core.log[-1]]
-    core.reset_cache()
-    requests = [core.submit(FULL_PROMPT, max_tokens=2) for _ in range(3)]
-    run(core)
-    assert recovered([first, *requests]) == [0, 0, 8, 8]
+# --- Samples ------------------------------------------------------------------------------------------------
+
+SAMPLED: dict[str, Any] = {"max_tokens": 6, "temperature": 0.8, "seed": 5, "n": 3}
 
 
-def test_a_policy_that_does_not_exist_changes_nothing() -> None:
-    core = small_core()
-    before, events = core.config, len(core.log)
-    with pytest.raises(UnknownNameError, match="did you mean 'incremental'"):
-        core.set_policies(publication="incremetal", coordination="single-flight")
-    assert core.config is before
-    assert core.coordinator.name == "independent"
-    assert len(core.log) == events
+def alone(seed: int, max_tokens: int = 6, prompt: list[int] = PROMPT) -> tuple[int, ...]:
+    """Return the tokens of a lone request with this seed."""
+    core = EngineCore(EngineConfig(), VirtualRunner())
+    request = core.submit(prompt, max_tokens=max_tokens, temperature=0.8, seed=seed)
+    core.run()
+    return tuple(request.output_token_ids)
 
 
-def test_closing_aborts_what_is_left_and_closing_again_does_nothing() -> None:
-    closed: list[int] = []
+def while_a_step_runs(engine: Engine, gate: Gate, act: Callable[[], Any]) -> Any:
+    """Call ``act`` on another thread while a step stands at the gate; let every step go; return the answer."""
+    answers: list[Any] = []
+    asking = threading.Thread(target=lambda: answers.append(act()))
+    asking.start()
+    wait_for(lambda: engine._worker.commands.qsize() > 0)  # it is heard when the step has ended
+    gate.open()
+    asking.join(WAIT)
+    return answers[0]
 
-    class Counting(VirtualRunner):
+
+def test_a_handle_has_all_samples_of_its_prompt_itself_first_and_so_has_each_of_them(engine: Engine) -> None:
+    handle = engine.submit(PROMPT, request_id="a", **SAMPLED)
+    assert [sample.request_id for sample in handle.samples] == ["a", "a.1", "a.2"]
+    assert handle.samples[0] is handle
+    assert all(sample.samples is handle.samples for sample in handle.samples)
+    assert {sample.prompt_token_ids for sample in handle.samples} == {tuple(PROMPT)}
+    results = [sample.result(WAIT) for sample in handle.samples]
+    assert [result.token_ids for result in results] == [alone(5), alone(6), alone(7)]
+    assert [result.request_id for result in results] == ["a", "a.1", "a.2"]
+    assert len(set(results)) == 3
+    lone = engine.submit(PROMPT, max_tokens=1)
+    assert lone.samples == (lone,)
+
+
+def test_of_a_batch_the_first_samples_are_returned(engine: Engine) -> None:
+    sampling = Sampling(max_tokens=3, n=2, temperature=0.8, seed=1)
+    handles = engine.submit_batch([Submission(PROMPT, sampling, name) for name in "ab"])
+    assert [handle.request_id for handle in handles] == ["a", "b"]
+    outputs = {s.request_id: s.result(WAIT).token_ids for handle in handles for s in handle.samples}
+    assert outputs == {"a": alone(1, 3), "a.1": alone(2, 3), "b": alone(1, 3), "b.1": alone(2, 3)}
+
+
+@pytest.mark.parametrize("model", ["virtual", "tiny"])
+def test_each_sample_draws_what_a_lone_request_with_its_seed_draws_and_the_prompt_is_computed_once(model: str) -> None:
+    with Engine(model, enable_prefix_caching=False) as engine:
+        outputs = [sample.result(WAIT).token_ids for sample in engine.submit(PROMPT, **SAMPLED).samples]
+        prefills = [e for e in engine.log if isinstance(e, ev.ChunkComputed) and e.phase == "prefill"]
+        assert [(event.request_id, event.num_tokens) for event in prefills] == [("r0", 40)]
+        lone = [engine.submit(PROMPT, max_tokens=6, temperature=0.8, seed=seed) for seed in (5, 6, 7)]
+        assert outputs == [handle.result(WAIT).token_ids for handle in lone]
+        assert len(set(outputs)) > 1
+
+
+def test_each_sample_can_be_iterated_while_it_runs(gate: Gate) -> None:
+    with gated_engine(gate) as engine:
+        handle = engine.submit(PROMPT, **SAMPLED)
+        gate.let(2)
+        firsts = [next(iter(sample)) for sample in handle.samples]
+        assert [token.token_id for token in firsts] == [alone(seed)[0] for seed in (5, 6, 7)]
+        assert not any(sample.done for sample in handle.samples)
+        gate.open()
+        for seed, sample in zip((5, 6, 7), handle.samples, strict=True):
+            assert tuple(token.token_id for token in sample) == alone(seed)
+            assert "".join(token.text for token in sample.tokens) == sample.result(WAIT).text
+
+
+def test_samples_can_be_awaited_and_iterated_side_by_side(engine: Engine) -> None:
+    async def read(handle: Handle) -> tuple[int, ...]:
+        return tuple([token.token_id async for token in handle])
+
+    async def wait(handle: Handle) -> tuple[int, ...]:
+        return (await handle).token_ids
+
+    async def scenario() -> list[tuple[int, ...]]:
+        handle = engine.submit(PROMPT, **SAMPLED)
+        return await asyncio.gather(*map(read, handle.samples), *map(wait, handle.samples))
+
+    assert asyncio.run(scenario()) == [alone(5), alone(6), alone(7)] * 2
+
+
+STEPS_BEFORE = {"prompt": 0, "end of the prompt": 2, "first tokens": 3, "later": 5}
+"""How many steps are over while the abort is asked for, of a prompt in three chunks."""
+
+
+@pytest.mark.parametrize("phase", STEPS_BEFORE)
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_any_sample_can_be_aborted_at_any_time_and_the_others_go_on(gate: Gate, phase: str, which: int) -> None:
+    with gated_engine(gate, max_num_batched_tokens=16) as engine:
+        handle = engine.submit(PROMPT, request_id="a", **SAMPLED)
+        assert gate.arrived.acquire(timeout=WAIT)
+        gate.let(STEPS_BEFORE[phase])
+        gone = handle.samples[which]
+        assert while_a_step_runs(engine, gate, gone.abort) is True
+        assert gone.abort() is False
+        assert gone.result(WAIT).finish_reason == "abort"
+        for number, sample in enumerate(handle.samples):
+            if sample is not gone:
+                assert sample.result(WAIT).token_ids == alone(5 + number)
+        had = len(gone.result().token_ids)
+        assert gone.result().token_ids == alone(5 + which)[:had]
+        assert (had == 0) is (phase == "prompt")
+        led = [(e.from_id, e.to_id) for e in engine.log if isinstance(e, ev.SampleLeads)]
+        assert led == ([("a", "a.1")] if phase == "prompt" and which == 0 else [])
+        engine.check_invariants()
+        assert replay(engine.log) == engine.state()
+        assert len(engine.state().free_queue) == engine.config.num_blocks
+
+
+def test_when_one_first_sample_after_the_other_is_aborted_the_last_one_still_answers(gate: Gate) -> None:
+    with gated_engine(gate, max_num_batched_tokens=16) as engine:
+        handle = engine.submit(PROMPT, request_id="a", **SAMPLED)
+        assert gate.arrived.acquire(timeout=WAIT)
+        assert while_a_step_runs(engine, gate, lambda: engine.call(abort_two)) is None
+        reasons = [sample.result(WAIT).finish_reason for sample in handle.samples]
+        assert reasons == ["abort", "abort", "length"]
+        assert handle.samples[2].result().token_ids == alone(7)
+
+
+def abort_two(core: EngineCore) -> None:
+    """Take the first two samples back between the same two steps."""
+    core.abort("a")
+    core.abort("a.1")
+
+
+@pytest.mark.parametrize("steps", [0, 2, 4], ids=["prompt", "end of the prompt", "decode"])
+def test_closing_the_engine_ends_every_sample(gate: Gate, steps: int) -> None:
+    with gated_engine(gate, max_num_batched_tokens=16) as engine:
+        handle = engine.submit(PROMPT, request_id="a", max_tokens=100, n=3)
+        late = engine.submit(PROMPT, max_tokens=5, n=2, after=("a.2", 99))
+        assert gate.arrived.acquire(timeout=WAIT)
+        gate.let(steps)
+        closing = threading.Thread(target=engine.close)
+        closing.start()
+        wait_for(lambda: engine._worker.commands.qsize() > 0 or not engine.is_alive)
+        gate.open()
+        closing.join(WAIT)
+        assert not closing.is_alive()
+        for sample in (*handle.samples, *late.samples):
+            assert sample.result(WAIT).finish_reason == "abort"
+        assert len(replay(engine.log).free_queue) == engine.config.num_blocks
+
+
+@pytest.mark.parametrize("fails_at", [1, 3, 5], ids=["prompt", "end of the prompt", "decode"])
+def test_when_the_engine_dies_every_sample_gets_the_cause(gate: Gate, fails_at: int) -> None:
+    gate.fails_at = fails_at
+    with gated_engine(gate, max_num_batched_tokens=16) as engine:
+        handle = engine.submit(PROMPT, request_id="a", max_tokens=100, n=3)
+        late = engine.submit(PROMPT, max_tokens=5, n=2, after=("a.1", 99))
+        gate.open()
+        for sample in (*handle.samples, *late.samples):
+            with pytest.raises(EngineDeadError, match="the device is gone") as caught:
+                sample.result(WAIT)
+            assert isinstance(caught.value.__cause__, RuntimeError)
+            assert sample.abort() is False
+        states = replay(engine.log).requests
+        assert {view.state for view in states.values()} == {RequestState.FAILED}
+        assert len(replay(engine.log).free_queue) == engine.config.num_blocks
+
+
+def test_a_refused_sample_leaves_no_handle_behind(engine: Engine) -> None:
+    engine.submit(PROMPT, max_tokens=1, request_id="a.1").result(WAIT)
+    with pytest.raises(DuplicateRequestError, match=r"'a\.1' is in use"):
+        engine.submit(PROMPT, request_id="a", **SAMPLED)
+    with pytest.raises(UnknownRequestError):
+        engine.abort("a")
+    assert engine.submit(PROMPT, max_tokens=1, request_id="a").result(WAIT).finish_reason == "length"
+
+
+# --- Rows that give no number -------------------------------------------------------------------------------
+
+
+def test_a_row_that_gives_no_number_is_told_to_its_handles_alone() -> None:
+    class NoNumber(VirtualRunner):
+        def execute(self, step: ScheduledStep) -> dict[str, int | RowError]:
+            drawn = super().execute(step)
+            if step.number == 2:
+                drawn.update({name: RowError(f"the numbers of {name} are NaN") for name in drawn if name[0] == "b"})
+            return drawn
+
+    with Engine(runner=NoNumber) as engine:
+        sampling = Sampling(max_tokens=6, n=2, temperature=0.8, seed=5)
+        good, bad = engine.submit_batch([Submission(PROMPT, sampling, name) for name in ("good", "bad")])
+        for sample in bad.samples:
+            with pytest.raises(RequestFailedError, match=f"the numbers of {sample.request_id} are NaN") as caught:
+                sample.result(WAIT)
+            assert isinstance(caught.value.__cause__, RowError)
+            assert len(sample.tokens) == 1
+            with pytest.raises(RequestFailedError):
+                list(sample)
+            assert sample.abort() is False
+        assert [sample.result(WAIT).token_ids for sample in good.samples] == [alone(5), alone(6)]
+        assert engine.error is None
+        assert engine.submit(PROMPT, max_tokens=2).result(WAIT).finish_reason == "length"
+        engine.check_invariants()
+
+
+@pytest.mark.parametrize("returned", [None, {}, [], {"r0": "1"}, {"r0": None}, {"r1": 1}])
+def test_a_runner_that_returns_no_result_ends_the_engine_and_every_handle_says_why(returned: Any) -> None:
+    class Confused(VirtualRunner):
+        def execute(self, step: ScheduledStep) -> dict[str, int | RowError]:
+            drawn: dict[str, int | RowError] = returned
+            return drawn
+
+    with Engine(runner=Confused) as engine:
+        handle = engine.submit(PROMPT, max_tokens=5, n=2)
+        for sample in handle.samples:
+            with pytest.raises(EngineDeadError, match=r"the runner (drew|returned) ") as caught:
+                sample.result(WAIT)
+            assert isinstance(caught.value.__cause__, InvariantError)
+        with pytest.raises(EngineDeadError, match=r"the runner (drew|returned) "):
+            engine.submit(PROMPT)
+
+
+# --- The end ------------------------------------------------------------------------------------------------
+
+
+def test_after_close_a_submit_says_so_and_closing_again_does_nothing() -> None:
+    engine = Engine("virtual")
+    handle = engine.submit(PROMPT, max_tokens=2)
+    handle.result(WAIT)
+    engine.close()
+    engine.close()
+    assert not engine.is_alive
+    assert repr(engine) == "Engine('virtual', 512 blocks of 16, closed)"
+    for ask in (lambda: engine.submit(PROMPT), engine.state, engine.reset_cache, engine.check_invariants):
+        with pytest.raises(EngineClosedError, match="the engine is closed; make a new one to go on"):
+            ask()
+    assert handle.result().finish_reason == "length"
+    assert handle.abort() is False
+    assert engine.metrics().requests["r0"].output_tokens == 2
+
+
+def test_closing_while_requests_run_aborts_them_and_frees_every_block(gate: Gate) -> None:
+    with gated_engine(gate, coordination="single-flight") as engine:
+        handles = engine.submit_batch([Submission(PROMPT, Sampling(max_tokens=100)) for _ in range(3)])
+        assert gate.arrived.acquire(timeout=WAIT)
+        closing = threading.Thread(target=engine.close)
+        closing.start()
+        gate.open()
+        closing.join(WAIT)
+        assert not closing.is_alive()
+        assert {handle.result(WAIT).finish_reason for handle in handles} == {"abort"}
+        assert len(replay(engine.log).free_queue) == engine.config.num_blocks
+
+
+def test_a_request_that_comes_while_the_engine_closes_is_answered(gate: Gate) -> None:
+    with gated_engine(gate) as engine:
+        engine.submit(PROMPT, max_tokens=100)
+        assert gate.arrived.acquire(timeout=WAIT)
+        engine._worker.stop()
+        late = engine.submit(PROMPT, max_tokens=1)
+        gate.open()
+        with pytest.raises(MiniVLLMError, match="closed"):
+            late.result(WAIT)
+
+
+def test_when_a_runner_raises_every_handle_gets_the_cause_and_a_new_engine_works(gate: Gate) -> None:
+    gate.fails_at = 3
+    with gated_engine(gate, coordination="single-flight", release="on-completion") as engine:
+        handles = engine.submit_batch([Submission(PROMPT, Sampling(max_tokens=100)) for _ in range(3)])
+        gate.open()
+        for handle in handles:
+            with pytest.raises(EngineDeadError, match="the device is gone") as caught:
+                handle.result(WAIT)
+            assert isinstance(caught.value.__cause__, RuntimeError)
+            with pytest.raises(EngineDeadError, match="the device is gone"):
+                list(handle)
+            with pytest.raises(EngineDeadError, match="the device is gone"):
+                asyncio.run(handle._wait_async())
+            assert handle.abort() is False
+        engine._worker.thread.join(WAIT)
+        with pytest.raises(EngineDeadError, match=r"the device is gone.*; make a new engine to go on") as again:
+            engine.submit(PROMPT)
+        assert isinstance(again.value.__cause__, RuntimeError)
+        assert repr(engine).endswith("dead)")
+        assert not engine.is_alive
+        assert len(replay(engine.log).free_queue) == engine.config.num_blocks
+        with Engine("virtual") as new:
+            assert new.submit(PROMPT, max_tokens=1).result(WAIT).finish_reason == "length"
+
+
+def test_a_runner_that_cannot_be_made_is_the_constructors_error() -> None:
+    def broken() -> VirtualRunner:
+        raise ModelError("the model is broken; fetch it again")
+
+    before = engine_threads()
+    with pytest.raises(ModelError, match="the model is broken"):
+        Engine(runner=broken)
+    wait_for(lambda: engine_threads() <= before)
+
+
+def test_a_runner_that_fails_to_allocate_and_to_close_is_the_constructors_error_too() -> None:
+    class Broken(VirtualRunner):
+        def allocate(self, num_blocks: int, block_size: int) -> None:
+            raise ConfigError("too many blocks; ask for fewer")
+
         def close(self) -> None:
-            closed.append(1)
+            raise RuntimeError("cannot even close")
 
-    core = EngineCore(EngineConfig(block_size=4, num_blocks=8), Counting())
-    request = core.submit(FULL_PROMPT, max_tokens=9)
-    step(core)
-    core.close()
-    check(core)
-    core.close()
-    assert request.state is ABORTED
-    assert closed == [1]
-    assert not core.has_work
-    for call in (lambda: core.submit([1]), core.step, core.reset_cache):
-        with pytest.raises(EngineClosedError, match="make a new one"):
-            call()
+    before = engine_threads()
+    with pytest.raises(ConfigError, match="too many blocks"):
+        Engine(runner=Broken)
+    wait_for(lambda: engine_threads() <= before)
 
 
-def test_the_runner_is_told_of_every_end() -> None:
-    forgotten: list[str] = []
+def test_a_runner_that_fails_to_close_keeps_nobody_waiting(gate: Gate) -> None:
+    class Broken(VirtualRunner):
+        def close(self) -> None:
+            raise RuntimeError("cannot close")
 
-    class Listening(VirtualRunner):
-        def forget(self, request_id: str) -> None:
-            forgotten.append(request_id)
-            super().forget(request_id)
-
-    core = EngineCore(EngineConfig(block_size=4, num_blocks=8), Listening())
-    for name, count in (("long", 9), ("short", 1), ("gone", 9)):
-        core.submit([1], max_tokens=count, request_id=name)
-    step(core)
-    core.abort("gone")
-    run(core)
-    assert forgotten == ["short", "gone", "long"]
-
-
-def test_nothing_is_kept_for_requests_that_have_ended_but_themselves() -> None:
-    core = busy_core(lambda scheduled: None)
-    step(core, 2)
-    core.abort("other")
-    run(core)
-    assert core._lifecycle.num_kept == 0
-
-
-# -- Books -------------------------------------------------------------------------------------------------
-
-
-def test_two_engines_share_nothing() -> None:
-    first, second = small_core(), small_core()
-    first.submit(FULL_PROMPT, max_tokens=2)
-    run(first)
-    late = second.submit(FULL_PROMPT, max_tokens=2)
-    run(second)
-    assert late.request_id == "r0"
-    assert late.num_recovered_tokens == 0
-
-
-def test_the_same_workload_writes_the_same_log() -> None:
-    logs = []
-    for _ in range(2):
-        core = busy_core(lambda scheduled: None)
-        run(core)
-        logs.append([event.as_dict() for event in core.log])
-    assert logs[0] == logs[1]
-
-
-def _listed_twice(core: EngineCore) -> None:
-    core.scheduler.waiting.append(core.requests["waiting"])
-
-
-def _in_no_list(core: EngineCore) -> None:
-    core.scheduler.waiting.clear()
-
-
-def _held_by_nobody(core: EngineCore) -> None:
-    core.scheduler.held.clear()
-
-
-def _wrong_state(core: EngineCore) -> None:
-    core.requests["waiting"].state = RequestState.RUNNING
-
-
-def _follower_of_nobody(core: EngineCore) -> None:
-    core._sharing.coordinator = EngineCore(core.config, VirtualRunner()).coordinator
-
-
-def _computed_without_blocks(core: EngineCore) -> None:
-    core.requests["leader"].num_computed_tokens += 8
-
-
-def _ended_with_blocks(core: EngineCore) -> None:
-    core.scheduler.running.remove(core.requests["leader"])
-    core.requests["leader"].state = FINISHED
+    engine = Engine(runner=lambda: Broken(on_step=gate))
+    handle = engine.submit(PROMPT, max_tokens=50)
+    assert gate.arrived.acquire(timeout=WAIT)
+    closing = threading.Thread(target=engine.close)
+    closing.start()
+    gate.open()
+    closing.join(WAIT)
+    assert not closing.is_alive()
+    assert handle.done
 
 
 @pytest.mark.parametrize(
-    "damage",
+    ("settings", "error", "words"),
     [
-        _listed_twice,
-        _in_no_list,
-        _held_by_nobody,
-        _wrong_state,
-        _follower_of_nobody,
-        _computed_without_blocks,
-        _ended_with_blocks,
+        ({"block_size": 0}, ConfigError, "block_size is 0; it must be a whole number from 1"),
+        ({"num_blocks": 0}, ConfigError, "num_blocks is 0"),
+        ({"max_num_batched_tokens": 0}, ConfigError, "max_num_batched_tokens is 0"),
+        ({"max_num_seqs": 0}, ConfigError, "max_num_seqs is 0"),
+        ({"publication": "incrementl"}, UnknownNameError, "did you mean 'incremental'"),
+        ({"coordination": "singleflight"}, UnknownNameError, "did you mean 'single-flight'"),
+        ({"release": "after-prefil"}, UnknownNameError, "did you mean 'after-prefill'"),
+        ({"blocks": 5}, UnknownNameError, "no setting is called 'blocks'; did you mean 'num_blocks'"),
+        ({"config": {"num_blocks": 5}}, ConfigError, "pass an EngineConfig"),
     ],
 )
-def test_the_check_of_the_books_finds_every_kind_of_damage(damage: Callable[[EngineCore], None]) -> None:
-    core = busy_core(lambda scheduled: None)
-    step(core, 2)
-    damage(core)
-    with pytest.raises(InvariantError):
-        core.check_invariants()
+def test_a_bad_setting_is_the_constructors_error(settings: dict[str, Any], error: type[Exception], words: str) -> None:
+    before = engine_threads()
+    with pytest.raises(error, match=words):
+        Engine("virtual", **settings)
+    assert engine_threads() <= before
 
 
-def test_the_state_at_any_moment_is_that_of_the_log_up_to_there() -> None:
-    core = busy_core(lambda scheduled: None)
-    moments = [(len(core.log), core.state())]
-    while core.step():
-        moments.append((len(core.log), core.state()))
-    for seq, state in moments:
-        assert replay(core.log, seq) == state
+@pytest.mark.parametrize(
+    ("model", "error", "words"),
+    [
+        ("smolm2", UnknownNameError, "did you mean 'smollm2'"),
+        ("", UnknownNameError, "there is no model ''"),
+        ("/no/such/folder", ModelError, "there is no model folder"),
+    ],
+)
+def test_a_bad_model_is_the_constructors_error(model: str, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        Engine(model)
 
 
-def test_a_request_has_what_the_state_says() -> None:
-    core = small_core()
-    request: Request = core.submit(FULL_PROMPT, max_tokens=3, request_id="a")
-    step(core, 2)
-    view = core.state().requests["a"]
-    assert view.state is RequestState.RUNNING
-    assert view.num_computed_tokens == request.num_computed_tokens == 10
-    assert view.output_token_ids == request.output_token_ids
-    assert view.block_ids == [1, 2, 3]
+def test_a_thread_that_was_forgotten_ends_by_itself() -> None:
+    engine = Engine("virtual")
+    handle = engine.submit(PROMPT, max_tokens=2)
+    handle.result(WAIT)
+    thread, reference = engine._worker.thread, weakref.ref(engine)
+    del engine
+    gc.collect()
+    assert reference() is None
+    thread.join(WAIT)
+    assert not thread.is_alive()
+    assert handle.result().finish_reason == "length"
+
+
+def test_two_engines_serve_side_by_side() -> None:
+    with Engine("virtual") as one, Engine("tiny") as two, Engine("tiny") as three:
+        handles = [engine.submit(PROMPT, max_tokens=20) for engine in (one, two, three) for _ in range(3)]
+        results = [handle.result(WAIT) for handle in handles]
+        assert {len(result.token_ids) for result in results} == {20}
+        assert results[3].token_ids == results[6].token_ids != results[0].token_ids
+        two.close()
+        assert three.submit(PROMPT, max_tokens=20).result(WAIT).token_ids == results[3].token_ids
+
+
+# --- Between steps ------------------------------------------------------------------------------------------
+
+
+def test_the_state_is_a_copy_between_two_steps_and_equals_the_replayed_log(engine: Engine) -> None:
+    handles = [engine.submit(PROMPT, max_tokens=50) for _ in range(3)]
+    for _ in range(20):
+        state, log = engine.call(lambda core: (core.state(), core.log.since(0)))
+        assert state == replay(log)
+    for handle in handles:
+        handle.result(WAIT)
+
+
+def test_a_call_that_raises_raises_in_the_caller_and_the_engine_goes_on(engine: Engine) -> None:
+    def fail(core: EngineCore) -> None:
+        raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        engine.call(fail)
+    assert engine.submit(PROMPT, max_tokens=1).result(WAIT).finish_reason == "length"
+    assert engine.call(lambda core: engine.call(lambda same: same is core)) is True
+
+
+def test_policies_change_only_while_no_request_is_there(gate: Gate) -> None:
+    with gated_engine(gate) as engine:
+        handle = engine.submit(PROMPT, max_tokens=2)
+        assert gate.arrived.acquire(timeout=WAIT)
+        refusals: list[BaseException] = []
+
+        def change() -> None:
+            try:
+                engine.set_policies(publication="incremental")
+            except ConfigError as error:
+                refusals.append(error)
+
+        changing = threading.Thread(target=change)
+        changing.start()
+        wait_for(lambda: engine._worker.commands.qsize() > 0)
+        gate.open()
+        changing.join(WAIT)
+        assert "policies can change only while no request is in the engine" in str(refusals[0])
+        handle.result(WAIT)
+        engine.set_policies(publication="incremental", coordination="single-flight")
+        assert engine.config.publication == "incremental"
+        assert engine.log[len(engine.log) - 1].kind == "policies_changed"
+
+
+def test_a_cache_in_use_is_not_reset(gate: Gate) -> None:
+    with gated_engine(gate) as engine:
+        handle = engine.submit(PROMPT, max_tokens=2)
+        assert gate.arrived.acquire(timeout=WAIT)
+        answers: list[bool] = []
+        asking = threading.Thread(target=lambda: answers.append(engine.reset_cache()))
+        asking.start()
+        wait_for(lambda: engine._worker.commands.qsize() > 0)
+        gate.open()
+        asking.join(WAIT)
+        handle.result(WAIT)
+        assert answers == [False]
+        assert len(engine.state().prefix_index) == 2
+        assert engine.reset_cache() is True
+        assert engine.state().prefix_index == {}
+
+
+def test_a_reset_that_aborts_ends_who_runs_and_the_others_go_on(gate: Gate) -> None:
+    with gated_engine(gate, max_num_seqs=2, max_num_batched_tokens=64) as engine:
+        running = engine.submit(PROMPT, max_tokens=50, n=2)
+        waiting = engine.submit(PROMPT, max_tokens=6, temperature=0.8, seed=5)
+        assert gate.arrived.acquire(timeout=WAIT)
+        gate.let(2)
+        assert while_a_step_runs(engine, gate, lambda: engine.reset_cache(abort_running=True)) is True
+        assert [sample.result(WAIT).finish_reason for sample in running.samples] == ["abort", "abort"]
+        assert waiting.result(WAIT).token_ids == alone(5)
+        assert engine.metrics().requests[waiting.request_id].recovered_tokens == 0
+        engine.check_invariants()
+        assert replay(engine.log) == engine.state()
+
+
+# --- A policy that is not safe on a real model ---------------------------------------------------------------
+
+
+class Careless:
+    """A publication policy of ones own that shows what is not computed, and says so."""
+
+    name = "careless"
+    is_safe = False
+
+    def visible_tokens(self, num_computed_tokens: int, moment: Moment) -> int:
+        return num_computed_tokens
+
+
+@pytest.mark.parametrize("publication", ["at-allocation", "AT_ALLOCATION", AT_ALLOCATION, Careless()])
+def test_a_real_model_refuses_an_unsafe_publication_at_the_start_and_no_thread_is_left(publication: Any) -> None:
+    before = engine_threads()
+    name = policy_name(EngineConfig(publication=publication).publication_policy)
+    with pytest.raises(ConfigError) as caught:
+        Engine("tiny", publication=publication, num_blocks=16)
+    assert str(caught.value) == (
+        f"publication {name!r} lets requests read K/V that was never computed; it is for teaching, on the virtual "
+        f"model, or with allow_unsafe=\"{name}\" on 'tiny'"
+    )
+    wait_for(lambda: engine_threads() <= before)
+
+
+def test_a_real_engine_cannot_change_to_an_unsafe_publication_and_goes_on_as_before() -> None:
+    with Engine("tiny", num_blocks=16, coordination="single-flight") as engine:
+        events = len(engine.log)
+        for publication in ("at-allocation", Careless()):
+            with pytest.raises(ConfigError, match="lets requests read K/V that was never computed"):
+                engine.set_policies(publication=publication, coordination="independent")
+        assert len(engine.log) == events
+        assert (engine.config.publication, engine.config.coordination) == ("on-completion", "single-flight")
+        assert engine.call(lambda core: core.coordinator.name) == "single-flight"
+        engine.set_policies(publication="incremental")
+        assert engine.submit(PROMPT, max_tokens=1).result(WAIT).finish_reason == "length"
+
+
+@pytest.mark.parametrize("publication", ["at-allocation", Careless()])
+def test_with_consent_by_name_a_real_model_runs_it_and_consent_to_one_is_none_to_another(publication: Any) -> None:
+    name = policy_name(publication)
+    with Engine("tiny", publication=publication, allow_unsafe=name, num_blocks=16) as engine:
+        assert engine.submit(PROMPT, max_tokens=2).result(WAIT).finish_reason == "length"
+        engine.check_invariants()
+    with pytest.raises(ConfigError, match="never computed"):
+        Engine("tiny", publication=Careless(), allow_unsafe="at-allocation", num_blocks=16)
+
+
+def test_a_virtual_engine_needs_no_consent_and_may_change_to_it(engine: Engine) -> None:
+    engine.set_policies(publication="at-allocation")
+    handles = engine.submit_batch([Submission(PROMPT, Sampling(max_tokens=2)) for _ in range(3)])
+    assert [len(handle.result(WAIT).token_ids) for handle in handles] == [2, 2, 2]
+    assert [r.recovered_tokens for r in engine.metrics().requests.values()] == [0, 32, 32]
+
+
+def test_listeners_hear_of_each_step_until_they_are_taken_off(engine: Engine) -> None:
+    heard: list[str] = []
+    remove = engine.add_listener(lambda: heard.append(threading.current_thread().name))
+    engine.submit(PROMPT, max_tokens=5).result(WAIT)
+    engine.state()
+    assert len(heard) >= 5
+    assert set(heard) == {"minivllm-engine"}
+    remove()
+    remove()
+    count = len(heard)
+    engine.submit(PROMPT, max_tokens=5).result(WAIT)
+    engine.state()
+    assert len(heard) == count
+
+
+def test_a_listener_that_raises_is_taken_off_and_the_engine_goes_on(
+    engine: Engine, capfd: pytest.CaptureFixture[str]
+) -> None:
+    calls: list[int] = []
+
+    def broken() -> None:
+        calls.append(1)
+        raise ValueError("a view is broken")
+
+    engine.add_listener(broken)
+    assert len(engine.submit(PROMPT, max_tokens=5).result(WAIT).token_ids) == 5
+    engine.close()
+    assert calls == [1]
+    assert capfd.readouterr() == ("", "")
+
+
+def test_nothing_is_printed_whatever_happens(gate: Gate, capfd: pytest.CaptureFixture[str]) -> None:
+    gate.fails_at = 2
+    with gated_engine(gate) as engine:
+        handle = engine.submit(PROMPT, max_tokens=5)
+        gate.open()
+        with pytest.raises(EngineDeadError):
+            handle.result(WAIT)
+    with Engine("virtual") as other:
+        other.submit(PROMPT, max_tokens=50).abort()
+    assert capfd.readouterr() == ("", "")
+
+
+# --- Processes ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", ["virtual", "tiny"])
+def test_python_may_end_while_the_engine_runs(model: str) -> None:
+    program = (
+        "from minivllm import Engine\n"
+        f"engine = Engine({model!r})\n"
+        "handles = [engine.submit(list(range(40)), max_tokens=2000) for _ in range(3)]\n"
+        "next(iter(handles[0]))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_killed_process_leaves_nothing_that_hinders_the_next(tmp_path: Path) -> None:
+    program = (
+        "from minivllm import Engine\n"
+        "engine = Engine('tiny')\n"
+        "handle = engine.submit(list(range(40)), max_tokens=4000)\n"
+        "next(iter(handle)); print('running', flush=True); handle.result()\n"
+    )
+    first = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert first.stdout is not None
+    with first:
+        assert first.stdout.readline() == "running\n"
+        first.kill()
+    assert first.returncode == -9
+    again = program.replace("4000", "2").replace("handle.result()", "print(handle.result().token_ids)")
+    done = subprocess.run(
+        [sys.executable, "-c", again], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("running\n(")
+
+
+# --- Notebooks ----------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def real_kernel() -> Iterator[tuple[Any, Any]]:
+    """Start a kernel that runs cells in the repository, and give its manager and a client."""
+    from jupyter_client.manager import KernelManager
+
+    manager = KernelManager(kernel_name="python3")
+    assert manager.kernel_spec is not None
+    manager.kernel_spec.argv[0] = sys.executable
+    manager.start_kernel(cwd=str(ROOT))
+    client = manager.client()
+    client.start_channels()
+    client.wait_for_ready(timeout=60)
+    yield manager, client
+    client.stop_channels()
+    manager.shutdown_kernel(now=True)
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[Any]:
+    """A client of a kernel that these tests share."""
+    with real_kernel() as (_, client):
+        yield client
+
+
+def run_cell(client: Any, code: str, cell_id: str | None = None) -> tuple[str, str]:
+    """Run a cell as JupyterLab does, with its id. Returns what it printed and its error ("" for none)."""
+    content = {"code": code, "silent": False, "store_history": True, "user_expressions": {}, "allow_stdin": False}
+    message = client.session.msg("execute_request", content, metadata={"cellId": cell_id} if cell_id else {})
+    client.shell_channel.send(message)
+    printed, error = "", ""
+    while True:
+        reply = client.get_iopub_msg(timeout=60)
+        if reply["parent_header"].get("msg_id") != message["header"]["msg_id"]:
+            continue
+        kind, body = reply["msg_type"], reply["content"]
+        if kind == "stream":
+            printed += body["text"]
+        elif kind == "error":
+            error = f"{body['ename']}: {body['evalue']}"
+        elif kind == "status" and body["execution_state"] == "idle":
+            return printed, error
+
+
+ALIVE = "import threading; print(sum(t.name == 'minivllm-engine' for t in threading.enumerate()))"
+
+
+@pytest.mark.parametrize("cell_id", ["a-cell", None])
+def test_running_a_cell_again_closes_the_engines_it_made_before(kernel: Any, cell_id: str | None) -> None:
+    make = f"from minivllm import Engine\nfirst = Engine('virtual')\nsecond = Engine('virtual')  # {cell_id}"
+    run_cell(kernel, "from minivllm import Engine\nother = Engine('virtual')", "another-cell")
+    assert run_cell(kernel, make, cell_id) == ("", "")
+    assert run_cell(kernel, "old = first; print(first.is_alive, second.is_alive)", "x") == ("True True\n", "")
+    assert run_cell(kernel, make, cell_id) == ("", "")
+    asked = "print(old.is_alive, first.is_alive, second.is_alive, other.is_alive)"
+    assert run_cell(kernel, asked, "y") == ("False True True True\n", "")
+    _, error = run_cell(kernel, "old.submit('hi')", "z")
+    assert error == "EngineClosedError: the engine is closed; make a new one to go on"
+    run_cell(kernel, "first.close(); second.close(); other.close()", "end")
+    assert run_cell(kernel, ALIVE, "count") == ("0\n", "")
+
+
+def test_a_cell_whose_engine_did_not_start_can_be_mended_and_run_again(kernel: Any) -> None:
+    _, error = run_cell(kernel, "from minivllm import Engine\nengine = Engine('smolm2')", "mended")
+    assert error.startswith("UnknownNameError: ")
+    assert run_cell(kernel, "from minivllm import Engine\nengine = Engine('virtual')", "mended") == ("", "")
+    assert run_cell(kernel, "from minivllm import Engine\nengine = Engine('virtual')", "mended") == ("", "")
+    assert run_cell(kernel, ALIVE, "count") == ("1\n", "")
+    run_cell(kernel, "engine.close()", "end")
+
+
+def test_a_cell_may_await_a_handle(kernel: Any) -> None:
+    code = (
+        "from minivllm import Engine\n"
+        "with Engine('virtual') as engine:\n"
+        "    handle = engine.submit('hello', max_tokens=3)\n"
+        "    print(len([token async for token in handle]), len((await handle).token_ids))"
+    )
+    assert run_cell(kernel, code, "await") == ("3 3\n", "")
+
+
+def test_an_interrupted_cell_leaves_an_engine_that_works(kernel: Any) -> None:
+    code = (
+        "from minivllm import Engine\nimport signal\n"
+        "engine = Engine('virtual')\n"
+        "handle = engine.submit(list(range(40)), max_tokens=5)\n"
+        "signal.raise_signal(signal.SIGINT)\nhandle.result()"
+    )
+    _, error = run_cell(kernel, code, "interrupted")
+    assert error.startswith("KeyboardInterrupt")
+    assert run_cell(kernel, "print(handle.result(30).finish_reason, engine.is_alive)", "after") == ("length True\n", "")
+    run_cell(kernel, "engine.close()", "end")
+
+
+def test_a_kernel_that_was_killed_while_its_engine_ran_starts_afresh() -> None:
+    running = (
+        "from minivllm import Engine\n"
+        "engine = Engine('tiny')\n"
+        "handle = engine.submit(list(range(40)), max_tokens=4000, ignore_eos=True)\n"
+        "print(next(iter(handle)).token_id >= 0)"
+    )
+    with real_kernel() as (manager, client):
+        assert run_cell(client, running) == ("True\n", "")
+        manager.signal_kernel(signal.SIGKILL)
+        manager.restart_kernel(now=True)
+        client.wait_for_ready(timeout=60)
+        assert run_cell(client, running) == ("True\n", "")
+        assert run_cell(client, "print(handle.abort())\nengine.check_invariants()\nengine.close()") == ("True\n", "")
+
+
+def test_outside_a_notebook_there_is_no_cell() -> None:
+    assert notebook_cells.current_cell() is None
+    with Engine("virtual", EngineConfig()) as one, Engine("virtual") as two:
+        assert one.is_alive and two.is_alive

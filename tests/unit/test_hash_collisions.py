@@ -84,7 +84,7 @@ def test_checked_equal_tokens_behind_another_past_are_a_collision_too() -> None:
     assert WEAK.hash_block(WEAK.hash_block(WEAK.root, ONE), tail) == WEAK.hash_block(
         WEAK.hash_block(WEAK.root, OTHER), tail
     )
-    # Let go of the first block alone, so that the other tokens' first block can take its name.
+    # Free the first block alone, so that the other tokens' first block can take its name.
     first = core.manager.index.get(WEAK.hash_block(WEAK.root, ONE))
     assert first is not None
     core.manager._forget_hash(core.manager.pool.blocks[first - 1])

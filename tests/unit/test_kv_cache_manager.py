@@ -50,7 +50,7 @@ class Cache:
         self._count = 0
 
     def admit(self, tokens: Sequence[int], *, publish: bool = True, salt: str | None = None) -> Request:
-        """Look up, allocate, compute and (unless told not to) publish a prompt. Checks the books."""
+        """Look up, allocate, compute and (unless told not to) publish a prompt. Checks the invariants."""
         self._count += 1
         request = Request(f"q{self._count}", tuple(tokens), extra_keys=make_extra_keys(cache_salt=salt))
         computed = self.manager.get_computed_blocks(request)

@@ -433,7 +433,7 @@ def test_adopted_tokens_are_told_apart_from_recovered_ones() -> None:
     assert "adopted in mid-prefill" not in words(picture_tables(log))  # given back
 
 
-def test_blocks_that_were_published_and_never_computed_are_told() -> None:
+def test_blocks_that_were_published_and_never_computed_are_report() -> None:
     log = CORES["published but never computed"]().log
     assert "0 published, ref_count 0, 4 published, not computed." in picture_pool(log, at=1).alt
     assert words(picture_pool(log, at=1)).count("?") == 4

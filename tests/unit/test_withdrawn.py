@@ -59,7 +59,7 @@ def interrupted(number: int, act: Act, **settings: Any) -> EngineCore:
 
 
 def alone(request: Request) -> list[int]:
-    """Return the tokens that a lone request like this one, with its seed, puts out."""
+    """Return the tokens that a lone request like this one, with its seed, generates."""
     core = EngineCore(EngineConfig(), VirtualRunner())
     sampling = dataclasses.replace(request.sampling, seed=request.seed)
     same = core.submit(request.prompt_token_ids, sampling, adapter=request.adapter)

@@ -1,4 +1,4 @@
-"""Small models, steps made by hand, and mlx-lm's own cache as the oracle."""
+"""Small models, steps made directly, and mlx-lm's own cache as the oracle."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class Reference:
 
 
 @dataclass
-class Hand:
+class StepDriver:
     """Drives a runner step by step, as a scheduler would, with block tables chosen by the test."""
 
     runner: MLXRunner
@@ -136,22 +136,22 @@ class Hand:
     @classmethod
     def over(
         cls, loaded: LoadedModel, *, block_size: int = 4, num_blocks: int = 96, adapters: Adapters | None = None
-    ) -> Hand:
+    ) -> StepDriver:
         """Make a runner with a pool. Blocks are given out in a scrambled order."""
         runner = MLXRunner(loaded, adapters)
         runner.allocate(num_blocks, block_size)
         free = [int(block) + 1 for block in np.random.default_rng(5).permutation(num_blocks)]
-        hand = cls(runner, block_size, num_blocks, free=free)
+        driver = cls(runner, block_size, num_blocks, free=free)
         forward = runner._forward
         assert forward is not None
         original = forward.last_logits
 
         def spy(tokens: mx.array, cache: Sequence[object]) -> mx.array:
-            hand._seen.append(original(tokens, cache))
-            return hand._seen[-1]
+            driver._seen.append(original(tokens, cache))
+            return driver._seen[-1]
 
         forward.last_logits = spy  # type: ignore[method-assign]
-        return hand
+        return driver
 
     def request(
         self,
@@ -198,7 +198,7 @@ class Hand:
         samples: dict[str, tuple[Request, ...]] | None = None,
         copies: Sequence[BlockCopy] = (),
     ) -> dict[str, int | RowError]:
-        """Run one step in which each request computes so many tokens, and hand out what was drawn.
+        """Run one step in which each request computes so many tokens, and return what was drawn.
 
         ``samples`` names further requests that draw from the logits of a request's row.
         """

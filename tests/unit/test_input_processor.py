@@ -1,4 +1,4 @@
-"""The door for samples, adapters, multimodal items and priorities: refused in one sentence, with nothing changed."""
+"""Input checks of samples, adapters, multimodal items and priorities: refused in one sentence, with nothing changed."""
 
 from __future__ import annotations
 

@@ -22,14 +22,17 @@ NAN_EVERY = 40
 
 
 class NowAndThen(dict[int, Trouble]):
-    """The troubles of a crowd: what fails one request, and never the engine."""
+    """What goes wrong for many threads: what fails one request, and never the engine."""
 
     def get(self, number: int, default: object = None) -> Trouble | None:  # type: ignore[override]
         return Trouble.NAN if number % NAN_EVERY == 0 else None
 
 
-def crowd(num_threads: int, seconds: float, seed: int) -> Counter[str]:
-    """Let a crowd use one engine for so long. Returns what happened. Raises AssertionError, or Hang with the stacks."""
+def many_threads(num_threads: int, seconds: float, seed: int) -> Counter[str]:
+    """Let many threads use one engine for so long. Returns what happened.
+
+    Raises AssertionError, or Hang with the stacks.
+    """
     config = EngineConfig(
         block_size=4,
         num_blocks=96,

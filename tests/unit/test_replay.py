@@ -24,7 +24,7 @@ Story = Callable[[], EngineCore]
 
 
 def eventful_core() -> EngineCore:
-    """Return an engine that has done, to its end, everything that an event could tell at first, but a failing step."""
+    """Return an engine that has done, to its end, everything that an event could say at first, but a failing step."""
     core = small_core(num_blocks=9, publication="incremental", coordination="single-flight", release="on-completion")
     core.submit(FULL_PROMPT, max_tokens=12, request_id="a", cache_salt="s")
     core.submit(FULL_PROMPT, max_tokens=12, request_id="b", cache_salt="s")
