@@ -1,15 +1,15 @@
-"""Four designs of the flight coordinator, one after the other: what each one remembers of requests it let go.
+"""Four designs of the flight coordinator, one after the other: what each one remembers of requests that it released.
 
 While a flight is open, all four do the same: the first request with a prompt leads, the others are held, and a
 leader that ends too early hands over. They differ in two places only, and each class below is these two places:
 
-    _remember   the flight is over: what do the books keep of those who were let go and have not ended?
+    _remember   the flight is over: what is kept of those that were released and have not ended?
     _forget     somebody ended who is in no open flight: is that one of them, or a foreign id?
 
     1  DeletedAtRelease     nothing is remembered, and nothing is checked
     2  ActiveDraining       the flight stays and drains: it knows its followers
     3  DrainingWithLeader   the flight stays and drains: it knows its followers and perhaps its leader
-    4  ReleasedIdsApart     the flight is gone; a set of ids says who was let go
+    4  ReleasedIdsApart     the flight is gone; a set of ids says who was released
 
 The engine has the fourth (`minivllm.coordination.single_flight`); the other three are here to be looked at, and the
 engine must never import this file. `compare` drives any of them with the same calls. Knows request ids and prompts;
@@ -33,13 +33,13 @@ PROMPT: Prompt = (10, 11, 12, 13, 14)
 
 
 class Release(enum.Enum):
-    """When the followers are let go."""
+    """When the followers are released."""
 
     AFTER_PREFILL = "after-prefill"  # the leader's prompt is published; the leader itself goes on
     ON_COMPLETION = "on-completion"  # the leader has ended
 
 
-# --- What the books hold ----------------------------------------------------------------------------------
+# --- What is kept ----------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -98,7 +98,7 @@ def _names(request_ids: Iterable[str]) -> str:
 
 
 class Design(ABC):
-    """A coordinator of flights. ``release`` says when followers are let go.
+    """A coordinator of flights. ``release`` says when followers are released.
 
     ``number`` is its place in the history, ``keeps`` and ``loses`` say in words what to look for.
     """
@@ -122,14 +122,14 @@ class Design(ABC):
         return "follower"
 
     def prompt_published(self, request_id: str) -> tuple[str, ...]:
-        """The request's prompt is published. Returns who is let go: nobody, unless it leads and others wait."""
+        """The request's prompt is published. Returns who is released: nobody, unless it leads and others wait."""
         flight = self._open_flight_of(request_id)
         if self.release is Release.ON_COMPLETION or flight is None or flight.leader_id != request_id:
             return ()
         return self._close(flight, leader_lives=True)
 
     def ended(self, request_id: str, *, prompt_is_published: bool = True) -> tuple[str, ...]:
-        """A request ended. Returns who is let go.
+        """A request ended. Returns who is released.
 
         A leader whose prompt is not published hands over to the oldest follower. Raises UnknownRequestError for
         an id that the design takes for a foreign one, with nothing changed.
@@ -161,23 +161,23 @@ class Design(ABC):
 
     @abstractmethod
     def _forget(self, request_id: str) -> None:
-        """One that is in no open flight ended. Raises UnknownRequestError if it was not let go before."""
+        """One that is in no open flight ended. Raises UnknownRequestError if it was not released before."""
 
     def kept(self) -> tuple[Draining, ...]:
-        """Flights that are over and still in the books."""
+        """Flights that are over and still kept."""
         return ()
 
     def released_ids(self) -> frozenset[str]:
-        """Ids that are in the books on their own, without a flight."""
+        """Ids that are kept on their own, without a flight."""
         return frozenset()
 
     def known_ids(self) -> frozenset[str]:
-        """Every id that is anywhere in the books."""
+        """Every id that is kept anywhere."""
         flights: list[Active | Draining] = [*self.open.values(), *self.kept()]
         return self.released_ids().union(*(flight.request_ids for flight in flights))
 
-    def books(self) -> tuple[str, ...]:
-        """What is in the books, a sentence for each entry."""
+    def memory(self) -> tuple[str, ...]:
+        """What is remembered, a sentence for each entry."""
         flights = [str(flight) for flight in (*self.open.values(), *self.kept())]
         released = self.released_ids()
         return (*flights, f"released: {_names(sorted(released))}") if released else tuple(flights)
@@ -191,7 +191,7 @@ def _unknown(request_id: str) -> UnknownRequestError:
 
 
 class DeletedAtRelease(Design):
-    """Keeps nothing of a flight that is over. Loses the id of everybody who was let go.
+    """Keeps nothing of a flight that is over. Loses the id of everybody who was released.
 
     With ``check_ids`` it calls its own followers unknown when they end. Without (as it was first proposed) nobody
     is refused any more: a foreign id, or a second end of the same request, passes in silence.
@@ -200,7 +200,7 @@ class DeletedAtRelease(Design):
     number = 1
     name = "deleted at release"
     keeps = "nothing of a flight that is over"
-    loses = "everybody who was let go; so an unknown id can't be told from a good one"
+    loses = "everybody who was released; so an unknown id looks like a good one"
 
     def __init__(self, release: Release = Release.AFTER_PREFILL, *, check_ids: bool = False) -> None:
         super().__init__(release)
@@ -308,14 +308,14 @@ class DrainingWithLeader(Design):
 
 
 class ReleasedIdsApart(Design):
-    """Keeps the ids of those who were let go, until they end, and nothing else. Loses nobody.
+    """Keeps the ids of those that were released, until they end, and nothing else. Loses nobody.
 
     Who led whom has no effect once the wait is over; so it is not kept, and no state can contradict it.
     """
 
     number = 4
     name = "released ids apart"
-    keeps = "the ids of those who were let go, until they end"
+    keeps = "the ids of those that were released, until they end"
     loses = "nobody"
 
     def __init__(self, release: Release = Release.AFTER_PREFILL) -> None:
@@ -380,16 +380,16 @@ Call = Arrive | Published | Ended
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a design answered to one call: a role, or who was let go, or the error that it raised."""
+    """What a design answered to one call: a role, or who was released, or the error that it raised."""
 
     role: str = ""
-    let_go: tuple[str, ...] = ()
+    released: tuple[str, ...] = ()
     error: Exception | None = None
 
     def __str__(self) -> str:
         if self.error is not None:
             return f"✗ {type(self.error).__name__}"
-        return self.role or (f"lets {_names(self.let_go)} go" if self.let_go else "ok")
+        return self.role or (f"releases {_names(self.released)}" if self.released else "ok")
 
 
 def answer(design: Design, call: Call) -> Answer:
@@ -399,9 +399,9 @@ def answer(design: Design, call: Call) -> Answer:
             case Arrive(request_id, prompt):
                 return Answer(role=design.arrive(request_id, prompt))
             case Published(request_id):
-                return Answer(let_go=design.prompt_published(request_id))
+                return Answer(released=design.prompt_published(request_id))
             case Ended(request_id, prompt_is_published):
-                return Answer(let_go=design.ended(request_id, prompt_is_published=prompt_is_published))
+                return Answer(released=design.ended(request_id, prompt_is_published=prompt_is_published))
     except (UnknownRequestError, InvariantError) as error:
         return Answer(error=error)
 
@@ -411,7 +411,7 @@ class Outcome:
     """What one design made of a sequence of calls.
 
     ``lost`` were alive and at some moment in no book; ``refused`` are good ends that raised; ``accepted`` are ends of
-    ids that had never arrived or had ended already, and passed. ``books`` is what is left at the end, and
+    ids that had never arrived or had ended already, and passed. ``memory`` is what is left at the end, and
     ``num_prompt_tokens`` how many prompt tokens that keeps in memory.
     """
 
@@ -420,12 +420,12 @@ class Outcome:
     lost: tuple[str, ...]
     refused: tuple[str, ...]
     accepted: tuple[str, ...]
-    books: tuple[str, ...]
+    memory: tuple[str, ...]
     num_prompt_tokens: int
 
 
 def outcome(design: Design, calls: Sequence[Call]) -> Outcome:
-    """Drive one design with the calls, in order, and compare its books with who is really alive after each."""
+    """Drive one design with the calls, in order, and compare what it keeps with who is really alive after each."""
     alive: set[str] = set()
     answers: list[Answer] = []
     lost: dict[str, None] = {}
@@ -452,7 +452,7 @@ def outcome(design: Design, calls: Sequence[Call]) -> Outcome:
         tuple(lost),
         tuple(refused),
         tuple(accepted),
-        design.books(),
+        design.memory(),
         sum(map(len, prompts)),
     )
 
@@ -475,7 +475,7 @@ class Comparison:
         out.append(("→ alive, and in no book", *(" ".join(o.lost) or "–" for o in self.outcomes)))
         out.append(("→ a good end refused", *(" ".join(o.refused) or "–" for o in self.outcomes)))
         out.append(("→ a foreign end accepted", *(" ".join(o.accepted) or "–" for o in self.outcomes)))
-        out.append(("→ left in the books", *("; ".join(o.books) or "–" for o in self.outcomes)))
+        out.append(("→ still kept", *("; ".join(o.memory) or "–" for o in self.outcomes)))
         out.append(("→ prompt tokens kept", *(str(o.num_prompt_tokens) for o in self.outcomes)))
         return out
 

@@ -44,10 +44,10 @@ OTHER = (20, 21, 22)
 ALL = (DeletedAtRelease, DeletedAndChecked, ActiveDraining, DrainingWithLeader, ReleasedIdsApart)
 
 EARLY = (Arrive("a"), Arrive("b"), Published("a"), Ended("b"), Ended("a"))
-"""The leader lets its follower go after prefill and goes on; both end well."""
+"""The leader releases its follower after prefill and goes on; both end well."""
 
 LATE = (Arrive("a"), Arrive("b"), Ended("a"), Ended("b"))
-"""The leader lets its follower go by ending; the follower ends well."""
+"""The leader releases its follower by ending; the follower ends well."""
 
 
 @st.composite
@@ -71,7 +71,7 @@ def sequences(draw: st.DrawFn) -> list[Call]:
 
 
 @pytest.mark.parametrize("calls", [EARLY, LATE], ids=["early", "late"])
-def test_a_flight_deleted_at_release_loses_everybody_who_was_let_go(calls: tuple[Call, ...]) -> None:
+def test_a_flight_deleted_at_release_loses_everybody_who_was_released(calls: tuple[Call, ...]) -> None:
     found = outcome(DeletedAtRelease(Release.AFTER_PREFILL), calls)
     assert "b" in found.lost
     assert found.refused == ()
@@ -97,7 +97,7 @@ def test_the_later_designs_refuse_a_foreign_id_and_a_second_end(design: type[Des
 
 def test_active_and_draining_are_enough_while_the_leader_ends_first() -> None:
     found = outcome(ActiveDraining(Release.ON_COMPLETION), LATE)
-    assert (found.lost, found.refused, found.books) == ((), (), ())
+    assert (found.lost, found.refused, found.memory) == ((), (), ())
 
 
 def test_active_and_draining_lose_a_leader_that_goes_on_after_the_release() -> None:
@@ -112,13 +112,13 @@ def test_the_last_two_designs_lose_nobody_and_end_with_empty_books(
     design: type[Design], calls: tuple[Call, ...], release: Release
 ) -> None:
     found = outcome(design(release), calls)
-    assert (found.lost, found.refused, found.accepted, found.books) == ((), (), (), ())
+    assert (found.lost, found.refused, found.accepted, found.memory) == ((), (), (), ())
 
 
 def test_draining_flights_keep_their_prompts_and_released_ids_do_not() -> None:
     found = compare(EARLY[:3])
     assert [found[design].num_prompt_tokens for design in DESIGNS] == [0, 5, 5, 0]
-    assert found[ReleasedIdsApart].books == ("released: a b",)
+    assert found[ReleasedIdsApart].memory == ("released: a b",)
 
 
 @pytest.mark.parametrize("design", ALL)
@@ -130,8 +130,8 @@ def test_in_every_design_a_new_request_opens_a_flight_of_its_own_after_the_relea
 @pytest.mark.parametrize("design", ALL)
 def test_in_every_design_a_leader_that_ends_too_early_hands_over_to_the_oldest_follower(design: type[Design]) -> None:
     found = outcome(design(), (Arrive("a"), Arrive("b"), Arrive("c"), Ended("a", prompt_is_published=False)))
-    assert found.answers[-1].let_go == ("b",)
-    assert found.books == ("active flight: b leads c",)
+    assert found.answers[-1].released == ("b",)
+    assert found.memory == ("active flight: b leads c",)
 
 
 # -- Any sequence ------------------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ def test_the_fourth_design_has_no_place_for_what_the_check_forbids() -> None:
     design = ReleasedIdsApart(Release.ON_COMPLETION)
     outcome(design, LATE[:3])
     assert design.kept() == ()
-    assert design.books() == ("released: b",)
+    assert design.memory() == ("released: b",)
 
 
 # -- The engine's own --------------------------------------------------------------------------------------
@@ -202,14 +202,14 @@ def answer_of_the_engine(flights: PrefixCacheFlightCoordinator, call: Call) -> A
         case Published(request_id):
             if not flights.wants_prompt(request_id):
                 return Answer()
-            return Answer(let_go=flights.prompt_published(request_id))
+            return Answer(released=flights.prompt_published(request_id))
         case Ended(request_id, published):
             end = RequestState.FINISHED if published else RequestState.ABORTED
             try:
-                let_go = flights.request_ended(request_id, end, prompt_is_published=published)
+                released = flights.request_ended(request_id, end, prompt_is_published=published)
             except UnknownRequestError as error:
                 return Answer(error=error)
-            return Answer(let_go=let_go)
+            return Answer(released=released)
 
 
 @pytest.mark.parametrize("release", Release)
@@ -223,7 +223,7 @@ def test_the_fourth_design_answers_and_remembers_what_the_engines_coordinator_do
     design = ReleasedIdsApart(release)
     for call in calls:
         ours, theirs = answer(design, call), answer_of_the_engine(flights, call)
-        assert (ours.role, ours.let_go, type(ours.error)) == (theirs.role, theirs.let_go, type(theirs.error))
+        assert (ours.role, ours.released, type(ours.error)) == (theirs.role, theirs.released, type(theirs.error))
         flights.check_invariants()
         assert design.released_ids() == flights.released_request_ids
         assert [(f.leader_id, f.follower_ids) for f in design.open.values()] == [
