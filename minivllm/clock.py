@@ -29,7 +29,7 @@ class WallClock:
 
 
 class VirtualClock:
-    """Time that stands still until somebody advances it: the same on every machine."""
+    """Time that stands still until it is advanced: the same on every machine."""
 
     def __init__(self) -> None:
         self._ms = 0.0

@@ -35,11 +35,11 @@ class DuplicateRequestError(MiniVLLMError, ValueError):
 
 
 class RequestFailedError(MiniVLLMError, RuntimeError):
-    """One request ended on an error; the engine goes on. ``__cause__`` holds the error."""
+    """One request ended on an error; the engine continues. ``__cause__`` holds the error."""
 
 
 class RowError(MiniVLLMError, ArithmeticError):
-    """A row of a step that came out as NaN or infinite: its request fails, the others go on."""
+    """A row of a step that came out as NaN or infinite: its request fails, the others continue."""
 
 
 class OutOfBlocksError(MiniVLLMError, RuntimeError):
@@ -55,16 +55,16 @@ class ModelError(MiniVLLMError, RuntimeError):
 
 
 class EngineDeadError(MiniVLLMError, RuntimeError):
-    """The engine stopped on an error. ``__cause__`` holds it; make a new engine to go on."""
+    """The engine stopped on an error. ``__cause__`` holds it; make a new engine to continue."""
 
 
 class EngineClosedError(MiniVLLMError, RuntimeError):
-    """The engine was closed; make a new one to go on."""
+    """The engine was closed; make a new one to continue."""
 
 
 def stopped_by(error: BaseException) -> EngineDeadError:
     """Return what whoever asks an engine hears that has stopped on ``error``, which is its cause."""
-    dead = EngineDeadError(f"the engine stopped on an error ({describe(error)}); make a new engine to go on")
+    dead = EngineDeadError(f"the engine stopped on an error ({describe(error)}); make a new engine to continue")
     dead.__cause__ = error
     return dead
 

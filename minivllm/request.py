@@ -22,7 +22,7 @@ class RequestState(enum.Enum):
     WAITING = "waiting"  # may be admitted
     HELD = "held"  # waits for what another request computes, not for room: a follower, or a sample
     RUNNING = "running"  # a row of the batch, in prefill or decode
-    PREEMPTED = "preempted"  # gave its blocks up; waits at the head of its rank
+    PREEMPTED = "preempted"  # freed its blocks; waits at the head of its rank
     FINISHED = "finished"
     ABORTED = "aborted"
     FAILED = "failed"

@@ -189,10 +189,10 @@ def _on_engine(race: Race, engine: Engine, report: OnChange) -> RaceResult:
         if engine.error is not None:
             raise EngineDeadError(
                 f"the engine stopped in the race ({type(engine.error).__name__}: {engine.error}); "
-                "make a new engine to go on"
+                "make a new engine to continue"
             ) from engine.error
         if not engine.is_alive:
-            raise EngineClosedError("the engine was closed in the race; make a new one to go on")
+            raise EngineClosedError("the engine was closed in the race; make a new one to continue")
         return engine.call(lambda core: _result(race, core, _part_of_log(core, start), names))
     except BaseException:
         for name in names:

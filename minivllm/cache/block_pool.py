@@ -1,4 +1,4 @@
-"""Blocks, their states, and the queue of those that nobody uses.
+"""Blocks, their states, and the queue of free ones.
 
     FREE ──allocate──► OWNED ──publish──► PUBLISHED ──evict, reset──► FREE
      ▲                   │ ▲ fork          │ ▲ hit, fork, free: stays PUBLISHED

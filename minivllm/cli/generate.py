@@ -80,7 +80,7 @@ def generate(args: argparse.Namespace, console: Console) -> None:
     )
     prompt = _read_prompt() if args.prompt == "-" else args.prompt
     if not prompt:
-        raise InvalidRequestError("the prompt is empty; write something to go on from")
+        raise InvalidRequestError("the prompt is empty; write something to continue")
     with console.progress() as progress:
         bring_model(args.model, console, progress)
         engine = Engine(args.model, num_blocks=args.blocks, progress=progress)

@@ -76,14 +76,14 @@ class Coordinator:
         return None
 
     def may_admit(self, request: Request, outlook: Outlook) -> bool:
-        """Whether a waiting request may run now. If not, it is held until a call's answer lets it go."""
+        """Whether a waiting request may run now. If not, it is held until a call returns its id as released."""
         return True
 
     def admitted(self, request: Request, hashes: Sequence[BlockHash]) -> None:
         """A request runs, and will compute the prompt blocks with these hashes. Preempted ones come again."""
 
     def preempted(self, request_id: str) -> Released:
-        """A running request gave its blocks up; what it had not published will come later, or never."""
+        """A running request was preempted; what it had not published will come later, or never."""
         return NOBODY
 
     def wants_blocks(self, request_id: str) -> bool:

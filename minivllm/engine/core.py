@@ -183,7 +183,7 @@ class EngineCore:
         if self.error is not None:
             raise stopped_by(self.error)
         if self._closed:
-            raise EngineClosedError("the engine is closed; make a new one to go on")
+            raise EngineClosedError("the engine is closed; make a new one to continue")
 
     # -- A step --------------------------------------------------------------------------------------------
 
@@ -212,8 +212,8 @@ class EngineCore:
         try:
             if not self.scheduler.has_work:
                 raise InvariantError(
-                    f"requests {sorted(self.scheduler.held)} are held and nobody runs who could release them; "
-                    f"coordination {self.coordinator.name!r} must let somebody go"
+                    f"requests {sorted(self.scheduler.held)} are held and no request runs that could release them; "
+                    f"coordination {self.coordinator.name!r} must release one of them"
                 )
             self._run_step()
         except BaseException as error:
@@ -279,7 +279,7 @@ class EngineCore:
         return self._end_early(request_id, RequestState.ABORTED, None)
 
     def fail(self, request_id: str, error: BaseException) -> bool:
-        """End one request on an error; the engine goes on. Returns and raises like `abort`."""
+        """End one request on an error; the engine continues. Returns and raises like `abort`."""
         return self._end_early(request_id, RequestState.FAILED, error)
 
     def _end_early(self, request_id: str, end: RequestState, error: BaseException | None) -> bool:

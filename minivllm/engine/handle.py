@@ -96,7 +96,7 @@ class Handle:
         self._check_thread()
         with self._changed:
             if not self._changed.wait_for(lambda: self.done, timeout):
-                raise TimeoutError(f"request {self.request_id!r} has not ended after {timeout} s; it goes on")
+                raise TimeoutError(f"request {self.request_id!r} has not ended after {timeout} s; it continues")
         return self._outcome()
 
     def _outcome(self) -> RequestResult:

@@ -234,7 +234,7 @@ class RequestLifecycle:
                 self.end(request, RequestState.ABORTED)
 
     def _in_order_of_ending(self) -> list[Request]:
-        """Return who has not ended, for an end of all: nobody then arrives, or leads, to be ended in turn.
+        """Return the requests that have not ended, in an order in which none arrives or takes the lead meanwhile.
 
         Those that have not arrived come first, then the held, the last one first.
         """

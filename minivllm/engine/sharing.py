@@ -92,7 +92,7 @@ class BlockSharing:
         return Verdict.GO if self.coordinator.may_admit(request, outlook) else Verdict.HOLD
 
     def _publish_what_is_ready(self, outlook: Outlook) -> bool:
-        """Publish the next missing block if a leader has computed it and nobody has waited for it until now."""
+        """Publish the next missing block if a leader has computed it and no request has waited for it until now."""
         if outlook.num_found >= outlook.num_usable:
             return False
         leader_id = self.coordinator.who_computes(outlook.hashes[outlook.num_found])

@@ -253,4 +253,4 @@ class Worker:
 
 
 _NONE: Any = object()
-_CLOSED = "the engine is closed; make a new one to go on"
+_CLOSED = "the engine is closed; make a new one to continue"

@@ -39,7 +39,7 @@ class EngineStarted(Event):
 @register
 @dataclass(slots=True)
 class PoliciesChanged(Event):
-    """The engine goes on under other policies. Only possible while no request is in it."""
+    """The engine continues under other policies. Only possible while no request is in it."""
 
     publication: str
     coordination: str
@@ -164,7 +164,7 @@ class TokenOut(Event):
 @register
 @dataclass(slots=True)
 class RequestPreempted(Event):
-    """The newest running request of the highest rank gave its blocks up; it waits at the head of its rank.
+    """The newest running request of the highest rank was preempted: it freed its blocks and waits at the head of its rank.
 
     ``num_computed_tokens`` is what it had computed and may have to compute again.
     """

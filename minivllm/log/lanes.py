@@ -19,7 +19,7 @@ class Phase(enum.Enum):
     HELD = "held"  # behind its leader, or behind the first sample of its prompt
     PREFILL = "prefill"  # from admission to the first token out
     DECODE = "decode"
-    PREEMPTED = "preempted"  # gave its blocks up and waits to begin again
+    PREEMPTED = "preempted"  # freed its blocks and waits to be admitted again
 
 
 @dataclass(slots=True)

@@ -36,7 +36,7 @@ class Verdict(enum.Enum):
     """What a `SchedulerHooks` says of a request that is about to be admitted."""
 
     GO = "go"
-    HOLD = "hold"  # others compute what it needs: somebody will `Scheduler.release` it
+    HOLD = "hold"  # others compute what it needs, until it is released
     LOOK_AGAIN = "look again"  # more has just been published for it
 
 
@@ -123,7 +123,7 @@ class Scheduler:
         bisect.insort_right(self.waiting, request, key=_place)
 
     def hold(self, request: Request) -> None:
-        """A request leaves the waiting list until somebody releases it."""
+        """A request leaves the waiting list until it is released."""
         if self.waiting and self.waiting[-1] is request:  # it has just arrived: no search
             self.waiting.pop()
         else:
@@ -222,7 +222,7 @@ class Scheduler:
         return ScheduledStep(number, tuple(rows), copies)
 
     def _schedule_running(self, planned: dict[str, _Plan]) -> bool:
-        """Phase 1: rows that run already, decode first. Returns whether somebody was preempted."""
+        """Phase 1: rows that run already, decode first. Returns whether a request was preempted."""
         preempted = False
         decoding = [request for request in self.running if request.is_decoding]
         prefilling = [request for request in self.running if not request.is_decoding]

@@ -141,7 +141,7 @@ def test_tokens_can_be_read_while_the_request_runs(gate: Gate) -> None:
 def test_waiting_for_a_result_may_time_out_and_the_request_goes_on(gate: Gate) -> None:
     with gated_engine(gate) as engine:
         handle = engine.submit(PROMPT, max_tokens=2, request_id="slow")
-        with pytest.raises(TimeoutError, match=r"'slow' has not ended after 0\.01 s; it goes on"):
+        with pytest.raises(TimeoutError, match=r"'slow' has not ended after 0\.01 s; it continues"):
             handle.result(timeout=0.01)
         gate.open()
         assert len(handle.result(WAIT).token_ids) == 2
@@ -624,7 +624,7 @@ def test_after_close_a_submit_says_so_and_closing_again_does_nothing() -> None:
     assert not engine.is_alive
     assert repr(engine) == "Engine('virtual', 512 blocks of 16, closed)"
     for ask in (lambda: engine.submit(PROMPT), engine.state, engine.reset_cache, engine.check_invariants):
-        with pytest.raises(EngineClosedError, match="the engine is closed; make a new one to go on"):
+        with pytest.raises(EngineClosedError, match="the engine is closed; make a new one to continue"):
             ask()
     assert handle.result().finish_reason == "length"
     assert handle.abort() is False
@@ -670,7 +670,7 @@ def test_when_a_runner_raises_every_handle_gets_the_cause_and_a_new_engine_works
                 asyncio.run(handle._wait_async())
             assert handle.abort() is False
         engine._worker.thread.join(WAIT)
-        with pytest.raises(EngineDeadError, match=r"the device is gone.*; make a new engine to go on") as again:
+        with pytest.raises(EngineDeadError, match=r"the device is gone.*; make a new engine to continue") as again:
             engine.submit(PROMPT)
         assert isinstance(again.value.__cause__, RuntimeError)
         assert repr(engine).endswith("dead)")
@@ -1050,7 +1050,7 @@ def test_running_a_cell_again_closes_the_engines_it_made_before(kernel: Any, cel
     asked = "print(old.is_alive, first.is_alive, second.is_alive, other.is_alive)"
     assert run_cell(kernel, asked, "y") == ("False True True True\n", "")
     _, error = run_cell(kernel, "old.submit('hi')", "z")
-    assert error == "EngineClosedError: the engine is closed; make a new one to go on"
+    assert error == "EngineClosedError: the engine is closed; make a new one to continue"
     run_cell(kernel, "first.close(); second.close(); other.close()", "end")
     assert run_cell(kernel, ALIVE, "count") == ("0\n", "")
 
