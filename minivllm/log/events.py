@@ -164,7 +164,7 @@ class TokenOut(Event):
 @register
 @dataclass(slots=True)
 class RequestPreempted(Event):
-    """The newest running request of the highest rank was preempted: it freed its blocks and waits at the head of its rank.
+    """The newest running request of the highest rank freed its blocks; it waits at the head of its rank.
 
     ``num_computed_tokens`` is what it had computed and may have to compute again.
     """
