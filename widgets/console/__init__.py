@@ -3,7 +3,7 @@
 Owns what may be chosen and which race follows (``controls.py``), aborting the leader (``leader.py``), the thread that
 drives the engine (``console.py``), and the form in the page (``console.js``, ``console.css``).
 
-Builds on `widgets.live`. Must not know what a view draws; nothing in `widgets` but the package itself knows of it.
+Builds on `widgets.live`. Must not know what a view draws; no other part imports it.
 
 Read ``controls.py``, ``leader.py``, ``console.py``, then ``console.js``.
 """

@@ -1,4 +1,4 @@
-"""Where a page may begin that misses too many events, and what it needs to know there.
+"""Checkpoints: where a page that misses too many events may begin, and what it must know there.
 
 Knows the log and its replay. Must not know pages or threads.
 """
@@ -20,7 +20,7 @@ _GOING = {"request_finished", "request_aborted", "request_failed"}
 class IdlePlace:
     """Where a page may begin: the last place of a log at which no request was in the engine.
 
-    Goes on where it ended the time before, so that a log is walked through once however often it is asked.
+    Each call continues where the last one ended, so that a log is read once.
     """
 
     def __init__(self, log: EventLog) -> None:

@@ -1,8 +1,8 @@
 """From the log to the page: batches of events, at most 20 a second.
 
-Knows a source of events and a function that sends a message. Must not know what a
-view draws. The page asks for what it misses (``{"want": seq}``), so nothing is sent before a page is there, a page
-that was loaded again gets all from the start, and nothing is lost.
+Knows a source of events and a function that sends a message. Must not know what a view draws. The page asks for what it
+misses (``{"want": seq}``), so nothing is sent before a page is there, a page that was loaded again gets all from the
+start, and nothing is lost.
 
 The thread lives only while there may be something to send. It never prints; what goes wrong is kept in ``error``.
 """

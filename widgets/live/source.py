@@ -19,8 +19,8 @@ from minivllm.log.events import EngineStarted
 class Source:
     """A log and its surroundings.
 
-    ``subscribe(fn)`` lets ``fn()`` be called whenever something is new, and returns a function that ends this.
-    ``is_alive()`` says whether more events may come; a source that stays silent is looked at every
+    After ``subscribe(fn)`` the source calls ``fn()`` whenever something is new; it returns a function that ends this.
+    ``is_alive()`` says whether more events may come; a source that stays silent is polled every
     ``poll_seconds`` while it is alive.
     """
 
@@ -44,8 +44,8 @@ def source_of(shown: Any) -> Source:
         )
     if hasattr(shown, "add_listener"):
         return Source(log, shown.add_listener, lambda: bool(shown.is_alive))
-    # A core has nobody to call us: it is looked at while it may still step. Not held: a core that only a view
-    # knows can step no more, and a notebook makes a new one each time its cell is run.
+    # A core calls no listener: it is polled while it may still step. The reference is weak: nobody can step a core
+    # that only a view knows, and a notebook makes a new one each time its cell is run.
     core = weakref.ref(shown)
     return Source(log, None, lambda: _may_step(core()), poll_seconds=0.1)
 
