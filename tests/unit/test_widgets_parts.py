@@ -59,10 +59,8 @@ def test_python_imports_other_parts_from_their_package(part: str) -> None:
 def test_a_part_says_what_it_owns_what_it_must_not_know_and_how_to_read_it(part: str) -> None:
     tree = ast.parse((WIDGETS / part / "__init__.py").read_text(encoding="utf-8"))
     words = ast.get_docstring(tree) or ""
-    assert 5 <= len(words.splitlines()) <= 15
     assert "Owns" in words and "ust not know" in words and "Read " in words
     for path in (WIDGETS / part).glob("*.[pj]*"):
         assert path.name == "__init__.py" or f"``{path.name}``" in words, (
             f"{part} does not say when to read {path.name}"
         )
-    assert all(isinstance(node, (ast.Expr, ast.ImportFrom, ast.Assign)) for node in tree.body)
