@@ -17,13 +17,12 @@ from minivllm.log.event import EVENT_KINDS
 from minivllm.log.events import BlocksEvicted, BlocksFreed, BlocksHit, BlocksPublished, HashCollision
 from minivllm.step import ScheduledStep
 from tests.browser.engine_logs import CORES, Backwards, engine, placed_by, race, ran
-from widgets.lab import PANELS
-from widgets.lanes import Place, lanes_of
-from widgets.moment import moment_of
-from widgets.publisher import make_checkpoint
+from widgets.fold import Place, lanes_of, moment_of
+from widgets.live import PANELS, make_checkpoint
 
 pytestmark = pytest.mark.browser
-STATIC = Path(__file__).resolve().parents[2] / "widgets" / "static"
+WIDGETS = Path(__file__).resolve().parents[2] / "widgets"
+STATIC = WIDGETS / "static"
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +37,22 @@ def blank(chromium: Browser) -> Iterator[Page]:
         }""",
         (STATIC / "lab.js").read_text(encoding="utf-8"),
     )
+    yield page
+    page.close()
+
+
+@pytest.fixture(scope="module")
+def unbundled(chromium: Browser) -> Iterator[Page]:
+    """The same page with the modules as they are written, each loaded for itself."""
+    page = chromium.new_page(viewport={"width": 1200, "height": 900})
+    scripts = {"content_type": "text/javascript"}
+    page.route("http://widgets.test/**", lambda route: route.fulfill(body="<main></main>", content_type="text/html"))
+    page.route(
+        "http://widgets.test/**/*.js",
+        lambda route: route.fulfill(path=WIDGETS / route.request.url.removeprefix("http://widgets.test/"), **scripts),
+    )
+    page.goto("http://widgets.test/")
+    page.evaluate("async () => { window.lab = await import('/lab.js'); }")
     yield page
     page.close()
 
@@ -209,6 +224,43 @@ def test_every_log_can_be_drawn_and_walked_through(blank: Page, name: str) -> No
     blank.evaluate("() => page.destroy()")
     expect(blank.locator(".mvl")).to_have_count(0)
     assert errors == []
+
+
+def test_the_modules_export_the_same_unbundled(blank: Page, unbundled: Page) -> None:
+    names = "() => Object.entries(lab).map(([name, value]) => [name, typeof value])"
+    assert unbundled.evaluate(names) == blank.evaluate(names)
+    assert len(unbundled.evaluate(names)) > 10
+
+
+@pytest.mark.parametrize("name", CORES)
+def test_the_modules_draw_the_same_unbundled(blank: Page, unbundled: Page, name: str) -> None:
+    errors: list[str] = []
+    unbundled.on("pageerror", lambda error: errors.append(str(error)))
+    drawn = [
+        page.evaluate(
+            """async ([events, show]) => {
+                const root = document.querySelector('main');
+                root.replaceChildren();
+                const recording = new lab.Recording();
+                recording.append(0, events);
+                const page = new lab.LabPage(root, recording, { show, title: 'A recording' });
+                await new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)));
+                const tips = [...root.querySelectorAll('[data-block],[data-request]')].map(node => {
+                    node.dispatchEvent(new MouseEvent('mouseover', { bubbles: true }));
+                    return root.querySelector('.mvl-tooltip').textContent;
+                });
+                const words = [...root.querySelectorAll('section section')].map(panel => panel.textContent);
+                page.destroy();
+                return [words, tips];
+            }""",
+            [as_json(CORES[name]()), list(PANELS)],
+        )
+        for page in (blank, unbundled)
+    ]
+    assert errors == []
+    words, tips = drawn[0]
+    assert len(words) == len(PANELS) and len(tips) > 10
+    assert drawn[1] == drawn[0]
 
 
 def test_leaving_frees_the_recording(blank: Page) -> None:

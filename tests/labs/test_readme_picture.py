@@ -13,7 +13,7 @@ from minivllm import EngineConfig, EngineCore, VirtualRunner
 from minivllm.bench.workloads import Race, race_submissions
 from minivllm.log.event_log import EventLog
 from widgets import compare_timelines
-from widgets.svg import Picture
+from widgets.drawing import Picture
 
 PICTURE = Path(__file__).resolve().parents[2] / "labs" / "images" / "race.svg"
 

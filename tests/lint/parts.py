@@ -87,6 +87,6 @@ def as_dot() -> str:
 
 
 if __name__ == "__main__":
-    from widgets.graph import dot_svg
+    from widgets.drawing import dot_svg
 
     PICTURE.write_text(dot_svg(as_dot()), encoding="utf-8")

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from minivllm.errors import ConfigError, MiniVLLMError
-from widgets.graph import dot_svg, find_dot
+from widgets.drawing import dot_svg, find_dot
 
 
 def test_a_graph_is_svg_and_the_same_bytes_each_time() -> None:

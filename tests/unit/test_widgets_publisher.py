@@ -12,15 +12,9 @@ import pytest
 from minivllm import Engine, EngineConfig, EngineCore, VirtualRunner, replay
 from minivllm.log.event_log import EventLog
 from minivllm.log.events import TokenOut
-from widgets.publisher import (
-    MAX_BACKLOG,
-    MAX_EVENTS_PER_MESSAGE,
-    MAX_HZ,
-    Publisher,
-    Source,
-    _IdlePlace,
-    make_checkpoint,
-)
+from widgets.live import Publisher, Source, make_checkpoint
+from widgets.live.checkpoint import IdlePlace
+from widgets.live.publisher import MAX_BACKLOG, MAX_EVENTS_PER_MESSAGE, MAX_HZ
 
 GUARD_S = 30
 
@@ -239,11 +233,11 @@ def test_a_long_log_is_walked_through_once_however_often_it_is_asked_for_an_idle
     log = Counting(lambda: 0.0)
     for event in run_core().log:
         log.append(event)
-    place = _IdlePlace(log)
+    place = IdlePlace(log)
     answers = [place.before(end) for end in range(len(log) + 1)]
     assert log.read == len(log)
     for end, answer in enumerate(answers):
-        assert answer == _IdlePlace(log).before(end)
+        assert answer == IdlePlace(log).before(end)
     idle = [seq for seq in range(len(log) + 1) if all(r.state.is_ended for r in replay(log, seq).requests.values())]
     assert answers == [max(seq for seq in idle if seq <= end) for end in range(len(log) + 1)]
 

@@ -16,7 +16,7 @@ from minivllm import ConfigError, Engine, EngineConfig, EngineCore, UnknownNameE
 from minivllm.step import ScheduledStep
 from widgets import LabView, Picture, RaceConsole
 from widgets.console import MAX_REQUESTS
-from widgets.lab import PANELS, LogWidget, Which
+from widgets.live import PANELS, LogWidget, Which
 
 GUARD_S = 30
 OWN_THREADS = ("view-publisher", "race-console", "minivllm-engine")
@@ -116,7 +116,7 @@ def test_the_thread_of_a_view_ends_when_its_core_is_gone_or_closed(sent: list[tu
 def test_a_cell_that_is_run_again_closes_what_it_showed_before(monkeypatch: pytest.MonkeyPatch) -> None:
     cell: list[tuple[str, int] | None] = [None]
     monkeypatch.setattr("minivllm.engine.notebook_cells.current_cell", lambda: cell[0])
-    monkeypatch.setattr("widgets.lab.views_of_cells._made", {})
+    monkeypatch.setattr("widgets.live.views_of_cells._made", {})
     no_cell = LabView(a_core())
     cell[0] = ("a", 1)
     first, second = LabView(a_core()), LabView(a_core())  # one cell may show two
@@ -446,7 +446,7 @@ def test_a_console_of_the_same_model_closes_the_one_of_before(desk: Callable[...
 def test_closing_does_not_wait_for_a_model_that_is_on_its_way(
     desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("widgets.console._CLOSE_SECONDS", 0.01)
+    monkeypatch.setattr("widgets.console.console._CLOSE_SECONDS", 0.01)
     asked, there = threading.Event(), threading.Event()
     made: list[Engine] = []
 
@@ -456,7 +456,7 @@ def test_closing_does_not_wait_for_a_model_that_is_on_its_way(
         made.append(Engine("virtual"))
         return made[0]
 
-    monkeypatch.setattr("widgets.console.Engine", bring)
+    monkeypatch.setattr("widgets.console.console.Engine", bring)
     table = desk("smollm2")
     assert asked.wait(GUARD_S)
     table.console.fire()  # is not obeyed any more

@@ -145,7 +145,3 @@ def picture(body: Iterable[str], width: float, height: float, alt: str, name: st
         f"<title>{html.escape(alt.splitlines()[0], quote=False)}</title>{_DEFS}{ground}{''.join(body)}</svg>"
     )
     return Picture(svg, alt, name)
-
-
-def plural(count: int, word: str) -> str:
-    return f"{count:,} {word}{'' if count == 1 else 's'}"

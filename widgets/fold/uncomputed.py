@@ -1,7 +1,7 @@
 """Published blocks that nobody has computed: what publication before the forward pass leaves behind.
 
-Knows events and the state after them. Must not know how such a block is shown. The page keeps the same books in
-``static/lab.js`` (section 2).
+Knows events and the state after them. Must not know how such a block is shown. The page follows the same blocks in
+``blocks.js``.
 """
 
 from __future__ import annotations

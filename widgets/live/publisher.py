@@ -1,8 +1,8 @@
 """From the log to the page: batches of events, at most 20 a second.
 
-Knows a log, a function that sends a message, and a function that says when something is new. Must not know what a
-view draws. The page asks for what it misses (``{"want": seq}``), so nothing is sent before a page is there, a page
-that was loaded again gets all from the start, and nothing is lost.
+Knows a source of events and a function that sends a message. Must not know what a view draws. The page asks for what it
+misses (``{"want": seq}``), so nothing is sent before a page is there, a page that was loaded again gets all from the
+start, and nothing is lost.
 
 The thread lives only while there may be something to send. It never prints; what goes wrong is kept in ``error``.
 """
@@ -12,14 +12,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
-from minivllm.log.event_log import EventLog
-from minivllm.log.events import BlocksEvicted, BlocksPublished, CacheReset, EngineStarted, PoliciesChanged
-from minivllm.log.replay import fold
-from minivllm.log.state import State
-from widgets.uncomputed import Uncomputed
+from widgets.live.checkpoint import IdlePlace, make_checkpoint
+from widgets.live.source import Source
 
 MAX_HZ = 20.0
 MAX_EVENTS_PER_MESSAGE = 2_000
@@ -27,21 +23,6 @@ MAX_BACKLOG = 20_000
 """A page that misses more events than this gets a checkpoint and what came after it."""
 
 Send = Callable[[dict[str, Any]], None]
-
-
-@dataclass(slots=True)
-class Source:
-    """A log and its surroundings.
-
-    ``subscribe(fn)`` lets ``fn()`` be called whenever something is new, and returns a function that ends this.
-    ``is_alive()`` tells whether more events may come; a source that stays silent is looked at every
-    ``poll_seconds`` while it is alive.
-    """
-
-    log: EventLog
-    subscribe: Callable[[Callable[[], None]], Callable[[], None]] | None = None
-    is_alive: Callable[[], bool] = field(default=lambda: False)
-    poll_seconds: float = 1.0
 
 
 class Publisher:
@@ -64,7 +45,7 @@ class Publisher:
         self._unsubscribe: Callable[[], None] | None = None
         self._epoch = 0
         self._next: int | None = None  # number of the event to send next; None until a page asks
-        self._idle: _IdlePlace | None = None
+        self._idle: IdlePlace | None = None
         self._closed = False
 
     # -- From any thread -----------------------------------------------------------------------------------
@@ -76,7 +57,7 @@ class Publisher:
             if self._closed:
                 return
             self._source = source
-            self._idle = _IdlePlace(source.log)
+            self._idle = IdlePlace(source.log)
             self._epoch += 1
             if self._next is not None:
                 self._next = 0
@@ -174,89 +155,3 @@ class Publisher:
             "from": first,
             "events": [event.as_dict() for event in events],
         }
-
-
-_COMING = {"request_arrived", "request_deferred"}
-_GOING = {"request_finished", "request_aborted", "request_failed"}
-
-
-class _IdlePlace:
-    """Where a page may begin: the last place of a log at which no request was in the engine.
-
-    Goes on where it ended the time before, so that a log is walked through once however often it is asked.
-    """
-
-    def __init__(self, log: EventLog) -> None:
-        self.num_seen = 0
-        self._log = log
-        self._active: set[str] = set()
-        self._place = 0
-
-    def before(self, end: int) -> int:
-        """Return the number of the event after the last idle moment among those below ``end`` (0: none).
-
-        ``end`` never falls: a log only grows.
-        """
-        for event in self._log[self.num_seen : max(end, self.num_seen)]:
-            if event.kind in _COMING:
-                self._active.add(event.request_id)  # type: ignore[attr-defined]
-            elif event.kind in _GOING:
-                self._active.discard(event.request_id)  # type: ignore[attr-defined]
-            if not self._active:
-                self._place = event.seq + 1
-            self.num_seen = event.seq + 1
-        return self._place
-
-
-def make_checkpoint(log: EventLog, seq: int) -> dict[str, Any]:
-    """Return what a page needs to begin at event ``seq``: the state there, the configuration, the hashes.
-
-    Requests that have ended are left out. Hashes come with parent, block, logical index and who published them.
-    ``uncomputed`` are the published blocks that nobody has computed.
-    """
-    state = State()
-    config: dict[str, Any] = {}
-    hashes: dict[str, dict[str, Any]] = {}
-    uncomputed = Uncomputed()
-    last = None
-    for event in log[:seq]:
-        fold(state, event)
-        last = event
-        uncomputed.take(event, state, config.get("block_size", 1))
-        if isinstance(event, EngineStarted):
-            config = event.as_dict()
-        elif isinstance(event, PoliciesChanged):
-            config |= {
-                "publication": event.publication,
-                "coordination": event.coordination,
-                "release": event.release,
-            }
-        elif isinstance(event, BlocksPublished):
-            for block, digest, parent, index in zip(
-                event.block_ids, event.block_hashes, event.parent_hashes, event.indices, strict=True
-            ):
-                hashes[digest] = {
-                    "parent": parent,
-                    "block": block,
-                    "index": index,
-                    "by": event.request_id,
-                    "seq": event.seq,
-                    "salt": "",
-                    "label": "",
-                }
-        elif isinstance(event, BlocksEvicted):
-            for digest in event.block_hashes:
-                hashes.pop(digest, None)
-        elif isinstance(event, CacheReset):
-            hashes.clear()
-    for name in [name for name, view in state.requests.items() if view.state.is_ended]:
-        del state.requests[name]
-    return {
-        "seq": seq,
-        "step": last.step if last else 0,
-        "ms": last.ms if last else 0.0,
-        "config": config,
-        "hashes": hashes,
-        "uncomputed": {str(block): {"by": by, "end": end} for block, (by, end) in uncomputed.items()},
-        "state": state.as_dict(),
-    }

@@ -1,7 +1,7 @@
 """Words that several pictures share.
 
 Knows the values of events. Must not know states, lanes or how anything is drawn. The page says the same in
-``static/lab.js``.
+``words.js``.
 """
 
 from __future__ import annotations
@@ -30,6 +30,11 @@ def _key_words(key: ExtraKey) -> str:
     if len(key) == 4:
         words += f" at token {key[2]}" if key[3] == 1 else f" at tokens {key[2]} to {key[2] + key[3] - 1}"
     return words
+
+
+def plural(count: int, word: str) -> str:
+    """Return "1 block", "2 blocks"."""
+    return f"{count:,} {word}{'' if count == 1 else 's'}"
 
 
 def count_range(first: int, last: int, word: str) -> str:

@@ -1,8 +1,8 @@
 """The race console: choose a race, fire it, abort its leader, reset the cache, and watch.
 
 Knows engines, races and sentences. Must not know how the page draws. A command of the page is only put on a queue; one
-thread takes them off and talks to the engine, so that the console works while a cell runs and nothing of it ever
-raises into the kernel. What goes wrong is said in the page, in a sentence; nothing is printed.
+thread takes it off and drives the engine, so that the console works while a cell runs and nothing of it ever raises
+into the kernel. The page shows what goes wrong, in a sentence; nothing is printed.
 """
 
 from __future__ import annotations
@@ -16,41 +16,20 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from minivllm.bench.workloads import Race, race_submissions
-from minivllm.cache.publication import AT_ALLOCATION
-from minivllm.config import EngineConfig, policy_name
-from minivllm.engine.core import EngineCore
+from minivllm.bench.workloads import race_submissions
+from minivllm.config import EngineConfig
 from minivllm.engine.engine import Engine
 from minivllm.engine.handle import Handle
-from minivllm.errors import ConfigError, MiniVLLMError, UnknownNameError, nearest
+from minivllm.errors import ConfigError, MiniVLLMError
 from minivllm.log.events import RequestArrived, RequestDeferred
-from minivllm.request import RequestState
 from minivllm.runners.virtual import VirtualRunner
 from minivllm.step import ScheduledStep
-from widgets.lab import PANELS, LogWidget, source_of, views_of_cells
+from widgets.console.controls import make_fields, race_of
+from widgets.console.leader import abort_leader
+from widgets.live import PANELS, LogWidget, chosen_panels, source_of, views_of_cells
 
-MAX_REQUESTS = 16
 _CLOSE_SECONDS = 2.0  # how long closing waits; a thread that brings a model ends by itself when it is there
 _LOOK_SECONDS = 0.1  # how often a running race is looked at; its events reach the page without this
-
-_CHOICES: dict[str, list[tuple[str, str]]] = {
-    "prompts": [("same", "the same"), ("shared", "a shared prefix"), ("different", "all different")],
-    "arrival": [("together", "together"), ("staggered", "one by one")],
-    "publication": [
-        ("on-completion", "on completion"),
-        ("incremental", "incremental"),
-        (AT_ALLOCATION.name, "at allocation (unsafe)"),
-    ],
-    "coordination": [
-        ("independent", "independent"),
-        ("single-flight", "single flight"),
-        ("shared-prefix", "shared prefix"),
-        ("wait-or-recompute", "wait or recompute"),
-    ],
-    "release": [("after-prefill", "after prefill"), ("on-completion", "on completion")],
-    "cache": [("cold", "cold: reset first"), ("warm", "warm: keep it")],
-    "speed": [("2", "2 steps a second"), ("8", "8 steps a second"), ("25", "25 steps a second"), ("0", "at once")],
-}
 
 
 @dataclass(slots=True)
@@ -140,16 +119,15 @@ class RaceConsole(LogWidget):
         self._saying = threading.Lock()
         self._closing = threading.Event()
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
-        wanted = [show] if isinstance(show, str) else list(show)
-        for name in wanted:
-            if name not in PANELS:
-                raise UnknownNameError(f"no panel is called {name!r}; {nearest(name, PANELS)}")
+        panels = chosen_panels(show)
+        is_virtual, has_pace = self._model == "virtual", self._pace is not None
+        fields = make_fields(self._config, options, is_virtual=is_virtual, has_pace=has_pace)
         super().__init__(
-            show=[name for name in PANELS if name in wanted],
+            show=panels,
             title=f"Race console · {self._model}",
             per_race=True,
             paced=engine is not None and engine.name == "virtual",
-            controls={"title": f"Race console · {self._model}", "fields": self._fields(options)},
+            controls={"title": f"Race console · {self._model}", "fields": fields},
         )
         key = engine if engine is not None else model
         before = _consoles.get(key)
@@ -164,59 +142,6 @@ class RaceConsole(LogWidget):
         self._commands.put(_Load())
         self._thread.start()
 
-    def _fields(self, options: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the controls: each a label, a group, and choices or limits."""
-        config = self._config
-        values: dict[str, Any] = {
-            "num_requests": 8,
-            "prompts": "same",
-            "prompt_tokens": 532,
-            "shared_tokens": 512,
-            "max_tokens": 32,
-            "arrival": "together",
-            "publication": config.publication_policy.name,
-            "coordination": policy_name(config.coordination),
-            "release": config.release_policy.name,
-            "cache": "cold",
-            "speed": "8",
-        }
-        for name, value in options.items():
-            if name not in values:
-                raise UnknownNameError(f"the console has no control {name!r}; {nearest(name, values)}")
-            known = [choice for choice, _ in _CHOICES.get(name, [])]
-            if known and value not in known:
-                raise UnknownNameError(f"{name} has no choice {value!r}; {nearest(value, known)}")
-            values[name] = value
-
-        def number(name: str, label: str, least: int, most: int) -> dict[str, Any]:
-            limits = {"min": least, "max": most, "value": values[name]}
-            return {"name": name, "label": label, "group": "Race", **limits}
-
-        def choice(name: str, label: str, group: str) -> dict[str, Any]:
-            # A real model refuses what is unsafe, so that is not offered there.
-            offered = [pair for pair in _CHOICES[name] if pair[0] != AT_ALLOCATION.name or self._model == "virtual"]
-            choices = [list(pair) for pair in offered]
-            if values[name] not in [value for value, _ in choices]:
-                choices.append([values[name], values[name]])  # a policy of the caller's own
-            return {"name": name, "label": label, "group": group, "choices": choices, "value": values[name]}
-
-        most = self._config.num_blocks * self._config.block_size
-        fields = [
-            number("num_requests", "Requests", 1, MAX_REQUESTS),
-            choice("prompts", "Prompts", "Race"),
-            number("prompt_tokens", "Prompt tokens", 1, most),
-            number("shared_tokens", "Shared tokens", 0, most),
-            number("max_tokens", "Output tokens", 1, most),
-            choice("arrival", "Arrive", "Race"),
-            choice("publication", "Publish blocks", "Rules"),
-            choice("coordination", "Coordination", "Rules"),
-            choice("release", "Release followers", "Rules"),
-            choice("cache", "Cache", "Rules"),
-        ]
-        if self._pace is not None:
-            fields.append(choice("speed", "Slow motion", "Rules"))
-        return fields
-
     # -- From the page -------------------------------------------------------------------------------------
 
     def _on_message(self, _widget: Any, content: Any, _buffers: Any) -> None:
@@ -225,7 +150,7 @@ class RaceConsole(LogWidget):
         if not isinstance(content, dict):
             return
         if "want" in content:  # a page that has just come: it has not heard the last sentence
-            self._tell_again()
+            self._send_again()
         elif content.get("do") == "fire":
             options = content.get("options")
             self.fire(**{str(k): v for k, v in options.items()} if isinstance(options, dict) else {})
@@ -308,7 +233,7 @@ class RaceConsole(LogWidget):
         return engine
 
     def _report(self, what: str, done: int, total: int | None) -> None:
-        """Tell the page how far the model's download is, a few times a second at most."""
+        """Report to the page how far the model's download is, a few times a second at most."""
         now = time.monotonic()
         if now - self._last_report_s < 0.1 and done != total:
             return
@@ -316,35 +241,11 @@ class RaceConsole(LogWidget):
         of = f" of {total / 1e6:,.0f}" if total else ""
         self._say(f"{what}: {done / 1e6:,.0f}{of} MB", "progress", done / total if total else 0.0)
 
-    def _race(self, options: dict[str, Any]) -> Race:
-        """Return the race that the controls describe. Raises ConfigError or UnknownNameError."""
-        for name, value in options.items():
-            if name in _CHOICES and name not in ("publication", "coordination", "release"):
-                known = [choice for choice, _ in _CHOICES[name]]
-                if value not in known:
-                    raise UnknownNameError(f"{name} has no choice {value!r}; {nearest(value, known)}")
-        for field in self.controls["fields"]:
-            value = options[field["name"]]
-            if "choices" in field or (field["name"] == "shared_tokens" and options["prompts"] != "shared"):
-                continue
-            least, most = field["min"], field["max"]
-            if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-                is_what = "is empty" if value is None else f"is {value}"
-                raise ConfigError(f"{field['label']} {is_what}; give a whole number from {least} to {most:,}")
-        shared = {"same": None, "shared": options["shared_tokens"], "different": 0}[options["prompts"]]
-        return Race(
-            num_requests=options["num_requests"],
-            prompt_tokens=options["prompt_tokens"],
-            shared_tokens=shared,
-            max_tokens=options["max_tokens"],
-            arrival=options["arrival"],
-        )
-
     def _fire(self, options: dict[str, Any]) -> None:
         if self._is_racing():
             self._say("A race is running; wait until it is over, or abort its leader.", "error")
             return
-        race = self._race(options)
+        race = race_of(self.controls["fields"], options)
         engine = self._live_engine()
         engine.set_policies(**{name: options[name] for name in ("publication", "coordination", "release")})
         if options["cache"] == "cold" and not engine.reset_cache():
@@ -394,7 +295,7 @@ class RaceConsole(LogWidget):
             self._say("No race is running, so there is no leader to abort; press Fire first.", "error")
             return
         # Chosen and aborted on the engine's thread, in one go: between the two nobody can end or hand over.
-        said = engine.call(_abort_leader)
+        said = engine.call(abort_leader)
         if said is None:
             self._say("The leader has ended already; there is nothing to abort.", "error")
         else:
@@ -411,11 +312,11 @@ class RaceConsole(LogWidget):
 
     def _say(self, text: str, level: str, progress: float | None = None) -> None:
         """Show a sentence. ``level`` is ready, busy, progress, racing or error."""
-        with self._saying, contextlib.suppress(Exception):  # the page is gone: nobody is there to be told
+        with self._saying, contextlib.suppress(Exception):  # the page is gone: nobody is there to read it
             self.status = {"type": "status", "text": text, "level": level, "progress": progress}
             self.send(self.status)
 
-    def _tell_again(self) -> None:
+    def _send_again(self) -> None:
         with self._saying, contextlib.suppress(Exception):
             if self.status is not None:
                 self.send(self.status)
@@ -436,28 +337,6 @@ class RaceConsole(LogWidget):
 
     def __repr__(self) -> str:
         return f"RaceConsole({self._model})"
-
-
-def _abort_leader(core: EngineCore) -> str | None:
-    """Abort who leads, or else the oldest request, and say so; None if there is none.
-
-    Who leads: the leader of the oldest open flight, or whom the oldest request waits for that is held for a prefix.
-    """
-    open_requests = [r for r in core.requests.values() if not r.state.is_ended]
-    arrived = sorted((r for r in open_requests if r.state is not RequestState.DEFERRED), key=lambda r: r.arrival)
-    oldest = [request.request_id for request in arrived]
-    flights, awaiting = core.coordinator.flights, core.coordinator.awaiting
-    leads = [flight.leader_id for _, flight in sorted(flights.items())]
-    computes = [awaiting[name] for name in oldest if name in awaiting]
-    for names, words in (
-        (leads, "{} led its flight and was aborted."),
-        (computes, "{} computed what others wait for and was aborted."),
-        (oldest, "No flight is open: {}, the oldest request, was aborted."),
-    ):
-        if names:
-            core.abort(names[0])
-            return words.format(names[0])
-    return None
 
 
 def _sentence(error: BaseException) -> str:

@@ -1,7 +1,6 @@
-"""Timelines: a lane for each request, as a picture and as text.
+"""Timelines as a picture: a lane for each request.
 
-Knows lanes. Must not know states, blocks or engines. ``axis`` is "ms" (the engine's clock) or "step" (the same on
-every machine, whatever the model).
+Knows lanes and their words. Must not know states, blocks or engines.
 """
 
 from __future__ import annotations
@@ -11,8 +10,7 @@ from collections.abc import Iterable, Mapping
 
 from minivllm.errors import ConfigError
 from minivllm.log import events as ev
-from widgets.lanes import Arrow, Axis, Lane, Lanes, Phase, Place, Span, lanes_of
-from widgets.svg import (
+from widgets.drawing import (
     GREEN,
     GREY,
     GROUND,
@@ -29,129 +27,28 @@ from widgets.svg import (
     el,
     number,
     picture,
-    plural,
     rect,
     text,
     two_sheets,
 )
-from widgets.words import count_range
+from widgets.fold import Arrow, Axis, Lane, Lanes, Phase, Place, lanes_of
+from widgets.timeline.text import LANE_WORDS, checked_axis, shown_spans, span_words, sums, time_words, timeline_lines
+from widgets.words import plural
 
 _ENDS = {"finished": "✓", "aborted": "✕", "failed": "!"}
-_LANE_WORDS = {"finished": "done"}
-_RELEASES = {
-    "prefill": "its prompt is published",
-    "finished": "it has ended",
-    "published": "the awaited block is published",
-    "ended": "it has ended",
-}
 _MAX_TICKS = 8
-
-
-def _time(ms: float) -> str:
-    # Halves go up, as on the page.
-    return f"{math.floor(ms + 0.5):,} ms" if ms >= 10 else f"{number(ms)} ms"
-
-
-def _moment_words(place: Place, axis: Axis) -> str:
-    return _time(place.ms) if axis == "ms" else f"step {place.step}"
-
-
-def _span_words(span: Span, axis: Axis, end: Place) -> str:
-    what_for = f" for {count_range(*span.blocks, 'block')}" if span.blocks else ""
-    what = {
-        Phase.WAITING: "waiting",
-        Phase.HELD: f"held behind {span.behind}{what_for}",
-        Phase.PREEMPTED: "preempted",
-        Phase.PREFILL: f"prefill {span.tokens:,}",
-        Phase.DECODE: f"decode {span.tokens:,}",
-    }[span.phase]
-    last = span.end or end
-    if axis == "ms":
-        return f"{what} ({_time(span.start.ms).removesuffix(' ms')} to {_time(last.ms)})"
-    first, final = span.start.step + 1, last.step
-    return f"{what} (step {first})" if first >= final else f"{what} (steps {first} to {final})"
-
-
-def _shown_spans(lane: Lane, axis: Axis) -> list[Span]:
-    return [span for span in lane.spans if span.end is None or span.end.on(axis) > span.start.on(axis)]
-
-
-def _lane_role(lane: Lane) -> str:
-    return "independent" if lane.role == "alone" else lane.role
-
-
-def _arrow_words(arrow: Arrow, axis: Axis) -> str:
-    when = _moment_words(arrow.at, axis)
-    others = ", ".join(arrow.to_ids)
-    if arrow.kind == "handover":
-        return f"{arrow.from_id} hands over to {others} ({when})"
-    if arrow.kind == "fork":
-        begin = "begins" if len(arrow.to_ids) == 1 else "begin"
-        return f"{others} {begin} on the blocks of {arrow.from_id} ({when}): the prompt of these samples is computed"
-    if arrow.kind == "beside":
-        if axis == "step":
-            when = f"step {arrow.at.step + 1}"  # chosen at the beginning of this step
-        times = f"first token in {_time(arrow.recompute_ms)}, or in {_time(arrow.wait_ms)} if it waited"
-        return f"{others} computes block {arrow.block:,} beside {arrow.from_id} ({when}): {times}"
-    why = _RELEASES.get(arrow.reason, f"it was {arrow.reason}")
-    return f"{arrow.from_id} releases {others} ({when}): {why}"
-
-
-def timeline_text(log: Iterable[ev.Event], axis: Axis = "ms") -> str:
-    """Return each request's way in words, one line a request, then what happened to the flights.
-
-    ``axis`` "step" says nothing of time and is the same on every machine.
-    """
-    lanes = lanes_of(log)
-    return "\n".join(_timeline_lines(lanes, _checked_axis(axis)))
-
-
-def _timeline_lines(lanes: Lanes, axis: Axis) -> list[str]:
-    lines = []
-    name_width = max((len(lane.request_id) for lane in lanes.lanes), default=0)
-    role_width = max((len(_lane_role(lane)) for lane in lanes.lanes), default=0)
-    for lane in lanes.lanes:
-        way = [_span_words(span, axis, lanes.end) for span in _shown_spans(lane, axis)]
-        way.append(_LANE_WORDS.get(lane.state, lane.state))
-        facts = f"recovered {lane.recovered or 0:,} of {lane.num_prompt_tokens:,}"
-        if lane.is_forked:
-            facts = f"the prompt of {lane.sample_of}"
-        if lane.adopted:
-            facts += f", adopted {lane.adopted:,}"
-        if lane.num_copied_blocks:
-            facts += f", {plural(lane.num_copied_blocks, 'block')} copied on write"
-        if axis == "ms" and lane.ttft_ms is not None:
-            facts += f", TTFT {_time(lane.ttft_ms)}"
-        lines.append(f"{lane.request_id:<{name_width}}  {_lane_role(lane):<{role_width}}  {' → '.join(way)}; {facts}")
-    lines.extend(_arrow_words(arrow, axis) for arrow in lanes.arrows)
-    if not lines:
-        lines.append("no request")
-    else:
-        lines.append(f"in all {_sums(lanes)}")
-    return lines
-
-
-def _sums(lanes: Lanes) -> str:
-    adopted = f", {lanes.num_adopted_tokens:,} adopted" if lanes.num_adopted_tokens else ""
-    return f"{lanes.num_recovered_tokens:,} of {lanes.num_prompt_tokens:,} prompt tokens recovered{adopted}"
 
 
 def picture_timeline(log: Iterable[ev.Event], title: str | None = None, axis: Axis = "ms") -> Picture:
     """Draw a lane for each request: waiting, held, prefill, decode, preempted, done; leader tied to followers."""
-    return _timelines({title or "Timeline": lanes_of(log)}, _checked_axis(axis), title or "timeline")
+    return _timelines({title or "Timeline": lanes_of(log)}, checked_axis(axis), title or "timeline")
 
 
 def compare_timelines(logs: Mapping[str, Iterable[ev.Event]], axis: Axis = "ms") -> Picture:
     """Draw the timelines of several logs, one below the other, on one axis. Raises ConfigError for none."""
     if not logs:
         raise ConfigError("there is no log to compare; give at least one, such as {'cold': engine.log}")
-    return _timelines({name: lanes_of(log) for name, log in logs.items()}, _checked_axis(axis), " and ".join(logs))
-
-
-def _checked_axis(axis: Axis) -> Axis:
-    if axis not in ("ms", "step"):
-        raise ConfigError(f"axis is {axis!r}; it must be 'ms' or 'step'")
-    return axis
+    return _timelines({name: lanes_of(log) for name, log in logs.items()}, checked_axis(axis), " and ".join(logs))
 
 
 _LEFT, _RIGHT, _BAR = 112, 214, 17
@@ -165,7 +62,7 @@ def _timelines(groups: Mapping[str, Lanes], axis: Axis, name: str) -> Picture:
     y = 14.0
     for title, lanes in groups.items():
         body.append(text(18, y + 16, title, 14, bold=True))
-        body.append(text(WIDTH - 18, y + 16, _sums(lanes), 12, MUTED, anchor="end"))
+        body.append(text(WIDTH - 18, y + 16, sums(lanes), 12, MUTED, anchor="end"))
         y += 28
         height = 34 if len(lanes.lanes) <= 8 else 27
         bottom = y + len(lanes.lanes) * height
@@ -188,7 +85,7 @@ def _timelines(groups: Mapping[str, Lanes], axis: Axis, name: str) -> Picture:
         y += 20
     lines: list[str] = []
     for title, lanes in groups.items():
-        lines += [f"{title}:", *_timeline_lines(lanes, axis)]
+        lines += [f"{title}:", *timeline_lines(lanes, axis)]
     return picture(body, WIDTH, y + 28, "\n".join(lines), name)
 
 
@@ -226,13 +123,13 @@ _STROKES = {Phase.WAITING: GREY, Phase.HELD: PINK, Phase.PREEMPTED: RED}
 
 
 def _lane(lane: Lane, y: float, scale: _Scale, end: Place) -> Iterable[str]:
-    state = _LANE_WORDS.get(lane.state, lane.state)
+    state = LANE_WORDS.get(lane.state, lane.state)
     yield text(18, y - 1, lane.request_id, 12.5, bold=True)
     role = "was held" if lane.role == "held" else lane.role
     yield text(18, y + 11, state if lane.role in ("alone", state) else f"{role} · {state}", 10.5, MUTED)
-    for span in _shown_spans(lane, scale.axis):
+    for span in shown_spans(lane, scale.axis):
         x = scale(span.start)
-        # A hair between two bars, so that neighbouring chunks of prefill can be told apart.
+        # A hair between two bars, so that neighbouring chunks of prefill stay two.
         width = max(1.5, scale(span.end or end) - x - (1 if span.phase is Phase.PREFILL else 0))
         thin = span.phase in _STROKES
         height = 11 if thin else _BAR
@@ -246,7 +143,7 @@ def _lane(lane: Lane, y: float, scale: _Scale, end: Place) -> Iterable[str]:
             stroke=_STROKES.get(span.phase),
             stroke_dasharray="3 2" if span.phase is Phase.WAITING else None,
         )
-        long = _span_words(span, scale.axis, end).partition(" (")[0]
+        long = span_words(span, scale.axis, end).partition(" (")[0]
         brief = f"{span.tokens:,}" if span.tokens else long.partition(" for ")[0]
         words = next((w for w in (long, brief) if w and len(w) * 6.3 + 8 < width), "")
         if words:
@@ -268,7 +165,7 @@ def _lane(lane: Lane, y: float, scale: _Scale, end: Place) -> Iterable[str]:
     if lane.num_output_tokens:
         words = f"{plural(lane.num_output_tokens, 'token')} out"
         if lane.ttft_ms is not None and scale.axis == "ms":
-            words = f"TTFT {_time(lane.ttft_ms)} · {words}"
+            words = f"TTFT {time_words(lane.ttft_ms)} · {words}"
         yield text(left, y + 11, words, 10.5, MUTED)
 
 
@@ -304,7 +201,7 @@ def _arrow(arrow: Arrow, places: Mapping[str, float], scale: _Scale) -> str:
     out = el("path", d=line, stroke=ink, stroke_width=1.6, stroke_dasharray=dash)
     out += el("circle", cx=x, cy=start, r=3.6, fill=ink)
     for y in targets:
-        if arrow.kind == "beside":  # tied, but nobody lets anybody go
+        if arrow.kind == "beside":  # tied, but nobody is released
             out += el("circle", cx=x, cy=y, r=3.6, fill=GROUND, stroke=ink, stroke_width=1.6)
             continue
         d = f"M{number(x - 1)} {number(y - 5)} l9 5 l-9 5 z"

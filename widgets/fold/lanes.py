@@ -1,6 +1,6 @@
-"""What each request did over time, as lanes: folded from the log, drawn and told by others.
+"""What each request did over time, as lanes: folded from the log.
 
-Knows events. Must not know how a lane is drawn. The page folds the same lanes in ``static/lab.js`` (section 2).
+Knows events. Must not know how a lane is drawn or put into words. The page folds the same lanes in ``lanes.js``.
 
 Time has two axes. Milliseconds count from the first arrival, with the time cut out in which no request was there.
 Steps: step n lies between n - 1 and n, scheduling at its left end, results at its right end.
