@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from minivllm.log import events as ev
+from minivllm import log as ev
 from widgets.drawing import GREY, MUTED, WIDTH, Picture, el, number, picture, rect, text
 from widgets.fold import Moment, Published, moment_of
 from widgets.looks import after_words, look_of

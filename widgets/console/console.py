@@ -16,13 +16,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from minivllm.bench.workloads import race_submissions
+from minivllm.bench import race_submissions
 from minivllm.config import EngineConfig
-from minivllm.engine.engine import Engine
-from minivllm.engine.handle import Handle
+from minivllm.engine import Engine, Handle
 from minivllm.errors import ConfigError, MiniVLLMError
-from minivllm.log.events import RequestArrived, RequestDeferred
-from minivllm.runners.virtual import VirtualRunner
+from minivllm.log import RequestArrived, RequestDeferred
+from minivllm.runners import VirtualRunner
 from minivllm.step import ScheduledStep
 from widgets.console.controls import make_fields, race_of
 from widgets.console.leader import abort_leader

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from minivllm.bench.workloads import Race
-from minivllm.cache.publication import AT_ALLOCATION
+from minivllm.bench import Race
+from minivllm.cache import AT_ALLOCATION
 from minivllm.config import EngineConfig, policy_name
 from minivllm.errors import ConfigError, UnknownNameError, nearest
 

@@ -5,7 +5,7 @@ Knows a core and its coordinator. Must not know the page or threads.
 
 from __future__ import annotations
 
-from minivllm.engine.core import EngineCore
+from minivllm.engine import EngineCore
 from minivllm.request import RequestState
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from minivllm.log import events as ev
+from minivllm import log as ev
 from widgets.words import keys_words
 
 Axis = Literal["ms", "step"]

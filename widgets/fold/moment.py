@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from minivllm import log as ev
 from minivllm.errors import ConfigError
-from minivllm.log import events as ev
-from minivllm.log.replay import fold
-from minivllm.log.state import State
+from minivllm.log import State, fold
 from minivllm.request import ExtraKeys
 from widgets.fold.uncomputed import Uncomputed
 from widgets.words import new_keys_words

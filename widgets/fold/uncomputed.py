@@ -6,8 +6,8 @@ Knows events and the state after them. Must not know how such a block is shown. 
 
 from __future__ import annotations
 
-from minivllm.log import events as ev
-from minivllm.log.state import State
+from minivllm import log as ev
+from minivllm.log import State
 
 
 class Uncomputed(dict[int, tuple[str, int]]):

@@ -7,10 +7,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from minivllm.log.event_log import EventLog
-from minivllm.log.events import BlocksEvicted, BlocksPublished, CacheReset, EngineStarted, PoliciesChanged
-from minivllm.log.replay import fold
-from minivllm.log.state import State
+from minivllm.log import (
+    BlocksEvicted,
+    BlocksPublished,
+    CacheReset,
+    EngineStarted,
+    EventLog,
+    PoliciesChanged,
+    State,
+    fold,
+)
 from widgets.fold import Uncomputed
 
 _COMING = {"request_arrived", "request_deferred"}

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from minivllm.errors import ConfigError
-from minivllm.log.event_log import EventLog
-from minivllm.log.events import EngineStarted
+from minivllm.log import EngineStarted, EventLog
 
 
 @dataclass(slots=True)

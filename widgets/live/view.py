@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 from minivllm.errors import UnknownNameError, nearest
-from minivllm.log.event import Event
-from minivllm.log.events import RequestArrived
+from minivllm.log import Event, RequestArrived
 from widgets.chain import picture_chain
 from widgets.drawing import Picture
 from widgets.live.panels import chosen_panels

@@ -12,7 +12,7 @@ from typing import Any
 import anywidget
 import traitlets
 
-from minivllm.engine.notebook_cells import MadeByCell
+from minivllm.engine import MadeByCell
 from widgets.live.publisher import Publisher
 
 STATIC = Path(__file__).parents[1] / "static"

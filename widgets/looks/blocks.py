@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from minivllm.log.states import BlockState
+from minivllm.log import BlockState
 from widgets.drawing import BLUE, GROUND, LINE, MUTED, RED, TEXT, rect, text
 from widgets.fold import Moment
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from minivllm.log import events as ev
+from minivllm import log as ev
 from widgets.drawing import MUTED, WIDTH, Picture, picture, text
 from widgets.fold import moment_of
 from widgets.looks import LOOKS, UNCOMPUTED, after_words, cell, look_of

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from minivllm.log.states import BLOCK_TRANSITIONS, BlockState
+from minivllm.log import BLOCK_TRANSITIONS, BlockState
 from minivllm.request import TRANSITIONS, RequestState
 from widgets.drawing import GREY, GROUND, MUTED, TEXT, WIDTH, Picture, dot_svg, number, picture, text
 from widgets.words import listed

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from minivllm.log import events as ev
+from minivllm import log as ev
 from widgets.drawing import GROUND, MUTED, SKY, WIDTH, Picture, diamond, picture, rect, text, two_sheets
 from widgets.fold import Moment, moment_of
 from widgets.looks import COPY, OWNED, UNCOMPUTED, USED, after_words, cell, look_of

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from minivllm.log import events as ev
+from minivllm import log as ev
 from minivllm.request import RequestState
 from widgets.fold import Moment, moment_of
 from widgets.looks import after_words, entry_words

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
+from minivllm import log as ev
 from minivllm.errors import ConfigError
-from minivllm.log import events as ev
 from widgets.drawing import (
     GREEN,
     GREY,

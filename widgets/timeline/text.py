@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from minivllm import log as ev
 from minivllm.errors import ConfigError
-from minivllm.log import events as ev
 from widgets.fold import Arrow, Axis, Lane, Lanes, Phase, Place, Span, lanes_of
 from widgets.words import count_range, plural
 
