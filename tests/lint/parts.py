@@ -78,7 +78,8 @@ def as_dot() -> str:
     lines = [
         "digraph parts {",
         '  graph [bgcolor="white", margin=0.1, nodesep=0.35, ranksep=0.4];',
-        '  node [shape=box, style="rounded,filled", fillcolor="#eef3f8", color="#56789a", fontname="Helvetica", margin="0.3,0.1"];',
+        '  node [shape=box, style="rounded,filled", fillcolor="#eef3f8", color="#56789a"];',
+        '  node [fontname="Helvetica", margin="0.3,0.1"];',
         '  edge [color="#56789a", arrowsize=0.8];',
     ]
     lines += [f'  {name} [label="{name}\\n{about}"];' for name, about in PARTS.items()]
