@@ -26,8 +26,8 @@ _isolation = pytest.StashKey[Path]()
 LONG_FIRST = ("tests/browser", "labs", "tests/setup", "tests/faults", "tests/parity", "tests/cli")
 """What takes long starts first, so that no worker is left alone with it at the end; then the rest, file by file."""
 
-ONE_BY_ONE = ("tests/lint/test_lint.py", "tests/setup/test_setup.py", "tests/setup/test_start_lab.py", "tests/faults/test_faults.py")
-"""Files of long tests that share nothing which is dear to make: any worker may take any of them."""
+ONE_BY_ONE = ("tests/lint", "tests/cli", "tests/faults", "tests/setup/test_setup.py", "tests/setup/test_start_lab.py")
+"""Where tests are long and share nothing that is dear to make: any worker may take any of them."""
 
 TOGETHER = ("tests/browser",)
 """Folders whose files share something dear (a server, a browser): one worker takes all of them."""
@@ -68,7 +68,7 @@ def path_of(item: pytest.Item) -> str:
 
 def group_of(path: str) -> str | None:
     """Return the name under which a file's tests stay on one worker, or None if each may go where it likes."""
-    if path in ONE_BY_ONE:
+    if path.startswith(ONE_BY_ONE):
         return None
     return next((folder for folder in TOGETHER if path.startswith(f"{folder}/")), path)
 

@@ -63,7 +63,7 @@ PARTS = ("lint", "unit", "model", "cli", "setup", "labs", "browser")
 
 @pytest.fixture
 def paths_of(tmp_path: Path) -> Callable[[str], list[str]]:
-    """Return what a part hands to pytest, in a project with the same folders, one more, and a Python that only tells."""
+    """Return what a part hands to pytest, where there is one folder more and a Python that only tells."""
     for script in ("tests/run", "binder/setup.sh"):
         (tmp_path / script).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / script, tmp_path / script)
