@@ -11,6 +11,7 @@ import shutil
 import signal
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,11 +50,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config) -> object:
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
     """Say how several workers share the tests."""
     from tests.workers import make_scheduler
 
-    return make_scheduler(config)
+    return make_scheduler(config, log)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

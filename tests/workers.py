@@ -6,6 +6,7 @@ Knows: paths of tests, which of them take long, and pytest-xdist's scheduler. Mu
 from __future__ import annotations
 
 import pytest
+from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
 LONG_FIRST = ("tests/browser/", "labs/", "tests/setup/", "tests/faults/", "tests/parity/", "tests/cli/")
@@ -43,6 +44,6 @@ class Scheduler(LoadScopeScheduling):
         return group_of(nodeid)
 
 
-def make_scheduler(config: pytest.Config) -> Scheduler | None:
+def make_scheduler(config: pytest.Config, log: Producer) -> Scheduler | None:
     """Return the scheduler, or None where the command line asks for another one."""
-    return Scheduler(config) if config.getoption("dist") == "loadscope" else None
+    return Scheduler(config, log) if config.getoption("dist") == "loadscope" else None
