@@ -1,5 +1,6 @@
 """What every test needs, whatever it tests: a fast BLAS, and Jupyter and IPython without anybody's own settings.
 
+Where several workers run the tests at once (tests/run starts two), `tests.workers` says how they share them.
 Knows: environment variables. Must not know: the engine.
 """
 
@@ -10,6 +11,7 @@ import shutil
 import signal
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,6 +28,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # As in a script's background job; what a test starts would inherit it, and then Ctrl-C does nothing to it.
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if workers := getattr(config, "workerinput", {}).get("workercount"):
+        threads = max(1, (os.cpu_count() or 1) // workers)  # so that no worker's BLAS takes another's processor
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", str(threads))
     make_fast()  # before any test module imports MLX
     home = Path(tempfile.mkdtemp(prefix="minivllm-tests-"))
     config.stash[_isolation] = home
@@ -34,6 +39,22 @@ def pytest_configure(config: pytest.Config) -> None:
         folder.mkdir()
         os.environ[name] = str(folder)
     os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """On one of several workers: what takes long starts first."""
+    if hasattr(config, "workerinput"):
+        from tests.workers import rank_of
+
+        items.sort(key=lambda item: rank_of(item.nodeid))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
+    """Say how several workers share the tests."""
+    from tests.workers import make_scheduler
+
+    return make_scheduler(config, log)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

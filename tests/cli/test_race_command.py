@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from tests.cli.command import ROOT, environment, minivllm, one_sentence
+from tests.cli.command import ROOT, environment, in_process, minivllm, one_sentence
 
 SMALL = ("race", "--requests", "4", "--prompt-tokens", "532", "--max-tokens", "8")
 SINGLE_FLIGHT = ("--coordination", "single-flight", "--release", "after-prefill")
 
 
 def race_json(*arguments: str) -> dict[str, Any]:
-    done = minivllm(*arguments, "--json", "-")
+    done = in_process(*arguments, "--json", "-")
     assert done.returncode == 0, done.stderr
     data: dict[str, Any] = json.loads(done.stdout)
     return data
@@ -150,11 +150,11 @@ def test_a_target_is_met_exactly_from_the_predicted_time_on() -> None:
 
 
 def test_what_is_printed_says_who_was_held_and_why_or_why_nobody_was() -> None:
-    held = " ".join(minivllm(*SHARED, "--coordination", "shared-prefix", "--virtual").stdout.split())
+    held = " ".join(in_process(*SHARED, "--coordination", "shared-prefix", "--virtual").stdout.split())
     assert "published on-completion, shared-prefix" in held
     assert "r7 held 532 512" in held
     assert "7 of them were held while another was computing the next missing block, until it was published" in held
-    computed = " ".join(minivllm(*SMALL_SHARE, "--virtual").stdout.split())
+    computed = " ".join(in_process(*SMALL_SHARE, "--virtual").stdout.split())
     assert "1 of them computed what another request was computing at the same time, because that was sooner" in computed
 
 
@@ -164,14 +164,14 @@ AT_ALLOCATION = (*SMALL, "--publication", "at-allocation")
 
 
 def test_publication_at_allocation_runs_on_the_virtual_clock_and_says_that_it_is_not_safe() -> None:
-    done = minivllm(*AT_ALLOCATION, "--virtual")
+    done = in_process(*AT_ALLOCATION, "--virtual")
     assert (done.returncode, done.stderr) == (0, "")
     assert "a block is published before it is computed, which is not safe" in " ".join(done.stdout.split())
     assert recovered(race_json(*AT_ALLOCATION, "--virtual")) == [0, 528, 528, 528]
 
 
 def test_publication_at_allocation_on_a_real_model_needs_consent_by_name(tmp_path: Path) -> None:
-    refused = minivllm(*AT_ALLOCATION, "--model", "tiny", "--json", str(tmp_path / "race.json"))
+    refused = in_process(*AT_ALLOCATION, "--model", "tiny", "--json", str(tmp_path / "race.json"))
     assert one_sentence(refused, 2) == (
         "publication 'at-allocation' lets requests read K/V that was never computed; it is for teaching, on the "
         "virtual model, or with --allow-unsafe=\"at-allocation\" on 'tiny'"
@@ -214,7 +214,7 @@ def test_samples_of_a_prompt_are_computed_once_and_draw_each_with_the_next_seed(
 
 
 def test_what_is_printed_has_a_row_and_a_line_for_each_sample() -> None:
-    done = minivllm(*SAMPLES, "--virtual", "--temperature", "0.9")
+    done = in_process(*SAMPLES, "--virtual", "--temperature", "0.9")
     assert (done.returncode, done.stderr) == (0, "")
     words = " ".join(done.stdout.split())
     assert "2 identical requests of 50 tokens, 3 samples of each, 6 output tokens each" in words
@@ -261,7 +261,7 @@ def test_a_virtual_race_needs_neither_mlx_nor_a_model_nor_numpy(tmp_path: Path) 
 
 
 def test_what_is_printed_is_the_figures_a_timeline_and_what_they_mean() -> None:
-    done = minivllm(*SMALL, *SINGLE_FLIGHT, "--virtual")
+    done = in_process(*SMALL, *SINGLE_FLIGHT, "--virtual")
     assert (done.returncode, done.stderr) == (0, "")
     assert "r1, r2, r3: held behind r0\n" in done.stdout
     assert "r1       follower     532        528       8" in done.stdout
@@ -290,9 +290,9 @@ def test_json_in_a_file_is_the_same_and_the_table_stays_on_standard_output(tmp_p
     path = tmp_path / "race.json"
     path.write_text("old")
     path.chmod(0o640)
-    done = minivllm(*SMALL, "--virtual", "--json", str(path))
+    done = in_process(*SMALL, "--virtual", "--json", str(path))
     assert (done.returncode, done.stderr) == (0, "")
-    assert path.read_text() == minivllm(*SMALL, "--virtual", "--json", "-").stdout
+    assert path.read_text() == in_process(*SMALL, "--virtual", "--json", "-").stdout
     assert "r0       independent     532" in done.stdout
     assert [entry.name for entry in tmp_path.iterdir()] == ["race.json"]
     assert path.stat().st_mode & 0o777 == 0o640
@@ -301,14 +301,14 @@ def test_json_in_a_file_is_the_same_and_the_table_stays_on_standard_output(tmp_p
 def test_a_link_stays_a_link_and_what_it_points_to_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "real.json").write_text("old")
     (tmp_path / "link.json").symlink_to("real.json")
-    assert minivllm(*SMALL, "--virtual", "--json", str(tmp_path / "link.json")).returncode == 0
+    assert in_process(*SMALL, "--virtual", "--json", str(tmp_path / "link.json")).returncode == 0
     assert (tmp_path / "link.json").is_symlink()
     assert json.loads((tmp_path / "real.json").read_text())["config"]["requests"] == 4
 
 
 @pytest.mark.parametrize(("place", "words"), [("no/such/folder.json", "No such file"), ("", "Is a directory")])
 def test_a_place_that_cannot_be_written_is_told_before_the_race(tmp_path: Path, place: str, words: str) -> None:
-    done = minivllm(*SMALL, "--virtual", "--json", str(tmp_path / place))
+    done = in_process(*SMALL, "--virtual", "--json", str(tmp_path / place))
     assert words in one_sentence(done, 1)
     assert done.stdout == ""
 
