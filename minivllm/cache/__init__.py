@@ -7,7 +7,7 @@ tables, and the rules of eviction and publication. Must not know the scheduler, 
 computed: it hands out ids of blocks and emits events.
 
 Read in this order: `block_hash`, `block_pool`, `prefix_index/`, `eviction/`, `publication`, `block_table`, then
-`kv_cache_manager`, which is all the others see. `token_check` and `invariants` can wait.
+`kv_cache_manager`, which is all the others see. `content`, `token_check` and `invariants` can wait.
 """
 
 from minivllm.cache.block_hash import (

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from minivllm.cache.block_hash import HashChain
 from minivllm.cache.block_pool import Block
-from minivllm.cache.token_check import Collision, Content
+from minivllm.cache.content import Collision, Content
 
 
 @dataclass(frozen=True, slots=True)

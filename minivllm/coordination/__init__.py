@@ -4,15 +4,17 @@ Owns the coordinators. The engine reports a request's life (arrived, admitted, p
 Must not know block ids, the scheduler's lists or time, nor the engine that asks.
 
 Read in this order: `coordinator` (what an engine asks; nobody waits), `release` (until when followers are held),
-`single_flight` (identical prompts), `shared_prefix` (equal beginnings), `wait_or_recompute` (which is sooner).
+`flight` and `single_flight` (identical prompts), `shared_prefix` (equal beginnings), `wait_or_recompute` (which is
+sooner).
 `names` lists what an engine can be set up with: a new coordinator is a subclass of `Coordinator` and an entry there.
 """
 
 from minivllm.coordination.coordinator import NOBODY, Coordinator, Outlook, Released
+from minivllm.coordination.flight import Flight
 from minivllm.coordination.names import COORDINATORS
 from minivllm.coordination.release import RELEASE_POLICIES, ReleaseAfterPrefill, ReleaseOnCompletion, ReleasePolicy
 from minivllm.coordination.shared_prefix import SharedPrefixCoordinator
-from minivllm.coordination.single_flight import Flight, PrefixCacheFlightCoordinator
+from minivllm.coordination.single_flight import PrefixCacheFlightCoordinator
 from minivllm.coordination.wait_or_recompute import WaitOrRecompute
 
 __all__ = [

@@ -8,19 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from minivllm.cache.block_hash import BlockHash
+from minivllm.coordination.flight import Flight
 from minivllm.coordination.release import ReleasePolicy
 from minivllm.cost import CostModel
 from minivllm.errors import UnknownRequestError
 from minivllm.log import events as ev
 from minivllm.log.states import Role
 from minivllm.request import Request, RequestState
-
-if TYPE_CHECKING:
-    from minivllm.coordination.single_flight import Flight
-
 
 Released = tuple[str, ...]
 """Ids of held requests that need not wait any more: the scheduler may admit them now."""

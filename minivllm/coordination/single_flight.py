@@ -19,36 +19,19 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from minivllm.coordination.coordinator import NOBODY, Coordinator, Released
+from minivllm.coordination.flight import Flight, FlightKey
 from minivllm.coordination.release import ReleasePolicy
 from minivllm.errors import InvariantError, UnknownRequestError
 from minivllm.log import events as ev
 from minivllm.log.states import FLIGHT_TRANSITIONS, FlightAction, Role
-from minivllm.request import ExtraKeys, Request, RequestState
-
-FlightKey = tuple[tuple[int, ...], ExtraKeys]
-"""Exact prompt token ids and extra keys: never across salts or adapters."""
-
+from minivllm.request import Request, RequestState
 
 _REFUSALS = {
     FlightAction.PUBLISH: "request {request_id!r} published its prompt but leads no flight",
     FlightAction.END: "request {request_id!r} ended but is no leader, no follower and was not released",
 }
-
-
-@dataclass(slots=True)
-class Flight:
-    """Identical prompts on their way: one leads, the followers are held, oldest first.
-
-    ``followers`` is a dictionary used as an ordered set: the first leaves, and any other, in constant time.
-    """
-
-    flight_id: int
-    key: FlightKey
-    leader_id: str
-    followers: OrderedDict[str, None]
 
 
 class PrefixCacheFlightCoordinator(Coordinator):

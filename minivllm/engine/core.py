@@ -13,6 +13,7 @@ the rules of any policy.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -163,13 +164,9 @@ class EngineCore:
         self.check_open()
         batch = list(batch)
         requests = [request for prepared in batch for request in prepared.requests]
-        entering: set[str] = set()
-        for request in requests:
-            if request.request_id in self.requests or request.request_id in entering:
-                raise DuplicateRequestError(
-                    f"request id {request.request_id!r} is in use; choose another or leave it out"
-                )
-            entering.add(request.request_id)
+        for name, count in Counter(request.request_id for request in requests).items():
+            if count > 1 or name in self.requests:
+                raise DuplicateRequestError(f"request id {name!r} is in use; choose another or leave it out")
         self._lifecycle.rank(requests, self.config.scheduling_policy)
         try:
             for prepared in batch:
@@ -233,7 +230,7 @@ class EngineCore:
         rows = [row for row in step.rows if not row.is_withdrawn]
         check_drawn(rows, drawn, self.runner.vocab_size)
         for row in rows:
-            self._fail_non_finite(row, drawn)
+            self._lifecycle.fail_non_finite(row, drawn)
         rows = [row for row in rows if not row.is_withdrawn]
         for row in rows:
             request = row.request
@@ -245,19 +242,6 @@ class EngineCore:
         for row in rows:
             if row.samples:
                 self._output_all(row, drawn)
-
-    def _fail_non_finite(self, row: ScheduledRow, drawn: Mapping[str, int | RowError]) -> None:
-        """End the requests of a row whose numbers came out as NaN or infinite. No safe policy has shown any of it.
-
-        All samples of a prompt hang on the same numbers. Those that are held are failed first, so that none takes the
-        first one's place.
-        """
-        samples = tuple(self.scheduler.samples.get(row.request_id, ()))
-        own = drawn.get(row.request_id)
-        for request in (*reversed(samples), row.request):
-            error = own if isinstance(own, RowError) else drawn.get(request.request_id)
-            if isinstance(error, RowError):
-                self._lifecycle.end(request, RequestState.FAILED, error=error)
 
     def _output_all(self, row: ScheduledRow, drawn: Mapping[str, int | RowError]) -> None:
         """Output the drawn tokens: of the request and, at the end of its prompt, of its further samples."""

@@ -11,7 +11,7 @@ are chosen or computed, nor when the engine itself ends.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from minivllm.cache.kv_cache_manager import KVCacheManager
 from minivllm.cache.publication import Moment
@@ -20,13 +20,13 @@ from minivllm.engine.arrivals import DeferredRequests
 from minivllm.engine.input_processor import Prepared
 from minivllm.engine.output import Output, TextStream
 from minivllm.engine.sharing import BlockSharing
-from minivllm.errors import ConfigError, describe
+from minivllm.errors import ConfigError, RowError, describe
 from minivllm.log import events as ev
 from minivllm.log.event_log import EventLog
 from minivllm.request import Request, RequestState
 from minivllm.scheduling.policies import SchedulingPolicy
 from minivllm.scheduling.scheduler import Scheduler
-from minivllm.step import Runner
+from minivllm.step import Runner, ScheduledRow
 
 
 class RequestLifecycle:
@@ -213,6 +213,19 @@ class RequestLifecycle:
             self._emit(ev.SampleLeads(request.request_id, heir.request_id))
             self._scheduler.release([heir.request_id])
             self._coordinate(heir)
+
+    def fail_non_finite(self, row: ScheduledRow, drawn: Mapping[str, int | RowError]) -> None:
+        """End the requests of a row whose numbers came out as NaN or infinite. No safe policy has shown any of it.
+
+        All samples of a prompt hang on the same numbers. Those that are held are failed first, so that none takes the
+        first one's place.
+        """
+        samples = tuple(self._scheduler.samples.get(row.request_id, ()))
+        own = drawn.get(row.request_id)
+        for request in (*reversed(samples), row.request):
+            error = own if isinstance(own, RowError) else drawn.get(request.request_id)
+            if isinstance(error, RowError):
+                self.end(request, RequestState.FAILED, error=error)
 
     def fail_all(self, error: BaseException) -> None:
         """The engine ends on an error: every request fails with it, and nobody takes the place of another."""

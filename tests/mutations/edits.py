@@ -36,7 +36,7 @@ AREAS: dict[str, Area] = {
         ("cache/block_pool", "log/states"), ("tests/unit/test_block_pool.py", "tests/unit/test_kv_cache_manager.py")
     ),
     "cache manager": Area(
-        ("cache/kv_cache_manager", "cache/token_check", "cache/block_table", "cache/eviction/policy"),
+        ("cache/kv_cache_manager", "cache/content", "cache/token_check", "cache/block_table", "cache/eviction/policy"),
         ("tests/unit/test_kv_cache_manager.py", "tests/unit/test_samples.py", "tests/unit/test_hash_collisions.py"),
     ),
     "prefix index": Area(
@@ -1113,7 +1113,7 @@ EDITS: tuple[Edit, ...] = (
     Edit(
         "engine/core",
         "rows-without-numbers-go-on",
-        "            self._fail_non_finite(row, drawn)\n",
+        "            self._lifecycle.fail_non_finite(row, drawn)\n",
         "            pass\n",
     ),
     Edit(

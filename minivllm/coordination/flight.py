@@ -1,0 +1,27 @@
+"""A flight: identical prompts on their way, of which one computes.
+
+Knows request ids and prompts. Must not know when a flight opens or ends.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from minivllm.request import ExtraKeys
+
+FlightKey = tuple[tuple[int, ...], ExtraKeys]
+"""Exact prompt token ids and extra keys: never across salts or adapters."""
+
+
+@dataclass(slots=True)
+class Flight:
+    """Identical prompts on their way: one leads, the followers are held, oldest first.
+
+    ``followers`` is a dictionary used as an ordered set: the first leaves, and any other, in constant time.
+    """
+
+    flight_id: int
+    key: FlightKey
+    leader_id: str
+    followers: OrderedDict[str, None]
