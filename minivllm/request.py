@@ -18,7 +18,7 @@ from minivllm.errors import InvalidRequestError, InvariantError
 class RequestState(enum.Enum):
     """Where a request is. `TRANSITIONS` says which state may follow which."""
 
-    DEFERRED = "deferred"  # not here yet: arrives when another request has put a certain token out
+    DEFERRED = "deferred"  # not here yet: arrives when another request has generated a certain token
     WAITING = "waiting"  # may be admitted
     HELD = "held"  # waits for what another request computes, not for room: a follower, or a sample
     RUNNING = "running"  # a row of the batch, in prefill or decode

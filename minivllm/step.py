@@ -1,7 +1,7 @@
-"""What the scheduler hands to a runner, and what a runner is.
+"""The step that a scheduler passes to a runner, and the interface of a runner.
 
-One step is one pass of the model over a batch of rows: first the rows in decode (one token each), then prefill
-chunks. Knows tokens, positions and block ids; must not know how a runner computes, nor why a row was chosen.
+One step is one forward pass over a batch of rows: first the rows in decode (one token each), then prefill chunks. Knows
+tokens, positions and block ids; must not know how a runner computes, nor why a row was chosen.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from minivllm.request import Request
 class Phase(enum.Enum):
     """What a row does in a step."""
 
-    PREFILL = "prefill"  # tokens that were known before: prompt, or output to be computed again
-    DECODE = "decode"  # the one token that came out last
+    PREFILL = "prefill"  # known tokens: of the prompt, or output computed again after a preemption
+    DECODE = "decode"  # the one token that was drawn last
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledRow:
-    """One request's part in a step: compute the K/V of ``num_tokens`` tokens from position ``start`` on.
+    """One request's part of a step: compute the K/V of ``num_tokens`` tokens from position ``start`` on.
 
-    ``block_ids`` is the block table: logical block i of the request is in physical block ``block_ids[i]``; it
-    covers all positions up to ``start + num_tokens - 1``. ``sampled`` are the requests whose next token the row's
-    logits give: nobody while the row does not reach the last known token, then the request itself, and at the end
-    of a prompt with several samples all of them.
+    ``block_ids`` is the block table: logical block i of the request is physical block ``block_ids[i]``. It covers all
+    positions up to ``start + num_tokens - 1``. ``sampled`` are the requests whose next token is drawn from the row's
+    last logits: none if the row ends before the last known token, otherwise the request itself, and all samples of its
+    prompt if the row completes a prompt with several.
     """
 
     request: Request
@@ -42,12 +42,12 @@ class ScheduledRow:
 
     @property
     def samples(self) -> bool:
-        """Whether the row's last logits are drawn from."""
+        """Whether a token is drawn from the row's last logits."""
         return bool(self.sampled)
 
     @property
     def is_withdrawn(self) -> bool:
-        """Whether the request has ended since the step was scheduled: then the row is not computed."""
+        """Whether the request has ended since the step was scheduled. Such a row is not computed."""
         return self.request.state.is_ended
 
     @property
@@ -73,7 +73,7 @@ class BlockCopy:
 class ScheduledStep:
     """The rows of one step, those in decode first. ``number`` counts from 1.
 
-    ``copies`` come first: all sources are read before any target is written.
+    The runner does ``copies`` before any row, and reads all their sources before it writes any target.
     """
 
     number: int
@@ -87,24 +87,24 @@ class ScheduledStep:
 
 
 class Detokenizer(Protocol):
-    """Turns one request's tokens into text as they come (mlx-lm's streaming detokenizers are like this)."""
+    """Turns one request's tokens into text, token by token (the interface of mlx-lm's streaming detokenizers)."""
 
     def add_token(self, token: int) -> None:
-        """Take the next token."""
+        """Add the next token."""
         ...
 
     def finalize(self) -> None:
-        """No more tokens: let out what was kept back, such as half a character."""
+        """End the text: flush what was kept back, such as an incomplete character."""
         ...
 
     @property
     def last_segment(self) -> str:
-        """The text that became certain since the last time this was asked."""
+        """The text that became final since the last read. Reading it changes it."""
         ...
 
 
 class Tokenizer(Protocol):
-    """What the engine needs of a tokenizer (mlx-lm's ``TokenizerWrapper`` has it)."""
+    """What the engine needs of a tokenizer (mlx-lm's ``TokenizerWrapper`` implements it)."""
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of ``text``."""
@@ -117,16 +117,16 @@ class Tokenizer(Protocol):
 
 
 class Runner(Protocol):
-    """Computes steps. The engine drives it and knows no more of it than this."""
+    """Computes steps. This is all that the engine uses of it."""
 
     @property
     def name(self) -> str:
-        """What the runner computes with, for messages and tables."""
+        """Name of the model, for messages and tables."""
         ...
 
     @property
     def clock(self) -> Clock:
-        """The engine's time: passes while steps are computed."""
+        """The engine's clock; it advances while steps are computed."""
         ...
 
     @property
@@ -146,7 +146,7 @@ class Runner(Protocol):
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """Tokens that end a request, unless it ignores them."""
+        """Tokens that end a request, unless it sets ``ignore_eos``."""
         ...
 
     @property
@@ -165,22 +165,22 @@ class Runner(Protocol):
         ...
 
     def allocate(self, num_blocks: int, block_size: int) -> None:
-        """Make the K/V pool, once, before the first step: blocks 1 to ``num_blocks``, and block 0 as scratch."""
+        """Allocate the K/V pool, once, before the first step: blocks 1 to ``num_blocks``, and block 0 as scratch."""
         ...
 
     def execute(self, step: ScheduledStep) -> Mapping[str, int | RowError]:
         """Do the copies, write the K/V of every row, and draw the next token of each request in ``row.sampled``.
 
-        Returns the drawn token by request id, or a RowError where the numbers came out as NaN or infinite (for a
-        row that does not sample, under its own request's id): that fails the request alone. Rows that are
-        withdrawn are left out. Rows of one step may share blocks only for reading.
+        Returns by request id the drawn token, or a RowError if the results are NaN or infinite (for a row that does
+        not sample, under its own request's id): only that request fails. Withdrawn rows are left out. Rows of one
+        step may share blocks only for reading.
         """
         ...
 
     def forget(self, request_id: str) -> None:
-        """The request has ended: drop what is kept for it. Unknown ids are fine."""
+        """Drop what is kept for a request that has ended. Unknown ids are fine."""
         ...
 
     def close(self) -> None:
-        """Free everything. Called once, by the thread that computed."""
+        """Free everything. Called once, on the thread that ran the steps."""
         ...

@@ -66,3 +66,13 @@ class BlockTable:
             tuple([names[position - start] for position in positions]),
             tuple(positions),
         )
+
+    def duplicated_at(
+        self, duplicated: Sequence[tuple[int, int]]
+    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[str, ...]]:
+        """Return block ids, the ids of the blocks that are found instead, and hashes, of (position, found block)."""
+        return (
+            tuple([self.blocks[position].block_id for position, _ in duplicated]),
+            tuple([found for _, found in duplicated]),
+            tuple([self.chain.hashes[position].hex() for position, _ in duplicated]),
+        )

@@ -1,11 +1,15 @@
-"""The one owner of a block's life: look up, allocate, publish, free.
+"""The KV cache manager: it looks up, allocates, publishes and frees blocks. No other part changes a block.
 
-`block_pool.py` has the picture of a block's life.
-A request's block table lists its blocks in the order of its tokens and only grows, until all of it is freed. One
-entry alone may be replaced: the partly filled last block that samples of one prompt share is copied when one of them
-writes into it (copy on write).
-Every change is all or nothing: what cannot be done whole leaves no trace. Knows requests' tokens and blocks;
-must not know the scheduler, flights, when to publish, or how K/V is computed.
+To publish a block is to insert its hash into the prefix index, so that other requests can find it. A block that needs
+no publishing (any more) is settled: it was published or taken as a hit, or another block with the same content is
+published.
+
+A request's block table lists its blocks in token order. It only grows until the request frees all of it, with one
+exception: samples of one prompt share its partly filled last block, and a sample that writes into it gets a copy
+(copy on write). An allocation that does not fit raises OutOfBlocksError and changes nothing.
+
+`block_pool.py` draws the states of a block; `block_table.py` has the block table and the result of a look-up. Knows
+requests' tokens and blocks; must not know the scheduler, flights, when to publish, or how K/V is computed.
 """
 
 from __future__ import annotations
@@ -26,7 +30,11 @@ from minivllm.step import BlockCopy
 
 
 class KVCacheManager:
-    """Block tables of all requests over one pool."""
+    """The block tables of all requests, over one block pool.
+
+    Without ``enable_prefix_caching`` nothing is hashed. ``check_token_ids`` also compares the tokens of each hit, so
+    that a hash collision is not served.
+    """
 
     def __init__(
         self,
@@ -47,34 +55,35 @@ class KVCacheManager:
         self.eviction = eviction
         self.hasher = hasher
         self._tables: dict[str, BlockTable] = {}
-        self._duplicates: set[int] = set()  # blocks in use that were reported to have a twin
+        self._duplicates: set[int] = set()  # ids of blocks in use, reported as duplicates
         self._check = TokenCheck(block_size) if check_token_ids else None
         self._emit = emit
 
-    # -- Questions: nothing changes ------------------------------------------------------------------------
+    # -- Queries: nothing changes --------------------------------------------------------------------------
 
     def block_ids(self, request_id: str) -> tuple[int, ...]:
-        """Return the request's block table, empty if it holds nothing."""
+        """Return the ids of the request's blocks in token order; empty if it has none."""
         table = self._tables.get(request_id)
         return tuple(block.block_id for block in table.blocks) if table else ()
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Return how many blocks ``num_tokens`` tokens fill, the last one perhaps in part."""
+        """Return how many blocks ``num_tokens`` tokens need; the last one may be partly filled."""
         return -(-num_tokens // self.block_size)
 
     def get_computed_blocks(self, request: Request) -> ComputedBlocks:
-        """Look the request's tokens up, from the start to the first miss.
+        """Find the request's longest cached prefix: published blocks from its first block to the first miss.
 
-        At most ``num_tokens - 1`` tokens are found: the last one must be computed, because its logits give the
-        next token. So a prompt of whole blocks that are all published computes its last block again. Without prefix
-        caching nothing is hashed, so nothing is found. Changes no count, no order and no statistics.
+        Finds at most ``num_tokens - 1`` tokens: the last token must be computed, because its logits give the next
+        one. So a prompt whose length is a multiple of the block size computes its last block even if it is cached.
+        Finds nothing without prefix caching. Changes no reference count, no queue order and no statistics.
         """
         return self._look_up(request, self._table(request), 0)
 
     def get_adoptable_blocks(self, request: Request) -> ComputedBlocks:
-        """Look up what others have published since, for a running request in mid-prefill. Changes nothing.
+        """Find blocks that a running prefill can take ("adopt") because others published them since its last look-up.
 
-        Only at a block boundary: a block that the request has begun itself stays its own.
+        Finds nothing unless the request is at a block boundary: a block that it has partly filled is not replaced.
+        Changes nothing.
         """
         table = self._tables.get(request.request_id)
         if table is None or request.num_computed_tokens % self.block_size:
@@ -94,7 +103,7 @@ class KVCacheManager:
         return ComputedBlocks(tuple(block_ids), len(block_ids) * self.block_size, collision)
 
     def chain_hashes(self, request: Request) -> Sequence[BlockHash]:
-        """Return the hashes of the request's full blocks. Empty without prefix caching. Not to be changed."""
+        """Return the hashes of the request's full blocks; empty without prefix caching. Callers must not change it."""
         return self._table(request).chain.hashes
 
     def has_room(
@@ -105,7 +114,7 @@ class KVCacheManager:
         *,
         num_spare: int = 0,
     ) -> bool:
-        """Whether `allocate_slots` with the same arguments would succeed and leave ``num_spare`` blocks free."""
+        """Whether `allocate_slots` would succeed with the same arguments and leave ``num_spare`` blocks free."""
         needed = self._num_blocks_needed(request, num_new_tokens, computed, self._hits(computed))
         return needed + num_spare <= self.pool.num_free
 
@@ -116,7 +125,7 @@ class KVCacheManager:
     def _num_blocks_needed(
         self, request: Request, num_new_tokens: int, computed: ComputedBlocks, hits: Sequence[Block]
     ) -> int:
-        """Free blocks that an allocation uses up: new ones, and hits that lie in the free queue now."""
+        """Return how many free blocks an allocation takes: new blocks, free hits, and the target of a copy on write."""
         table = self._tables.get(request.request_id)
         num_held = len(table.blocks) if table else 0
         num_known = request.num_computed_tokens + computed.num_tokens
@@ -130,12 +139,15 @@ class KVCacheManager:
     def allocate_slots(
         self, request: Request, num_new_tokens: int, computed: ComputedBlocks = NOTHING_COMPUTED
     ) -> BlockCopy | None:
-        """Give the request blocks for ``num_new_tokens`` more tokens, after the hits in ``computed``.
+        """Append the hits in ``computed`` to the block table, then new blocks for ``num_new_tokens`` more tokens.
 
-        In this order: check that there is room; take the hits (a count up, out of the free queue); only then
-        pop new blocks, forgetting what they held. If the next token goes into a block that other samples read,
-        the request gets one of its own in its place; the copy that must come before the step is returned. Raises
-        OutOfBlocksError with nothing changed at all.
+        The order matters: check that enough blocks are free; take the hits (reference count up, out of the free
+        queue); only then pop new blocks from the queue and evict their old content. Otherwise a pop could evict a hit.
+
+        If the next token goes into a block that other samples read too, the request gets a block of its own in that
+        place, and the copy is returned that the runner must do before it computes the step. Otherwise returns None.
+        Raises OutOfBlocksError, with nothing changed, if too few blocks are free, and InvariantError if there are
+        hits and the request is not at a block boundary.
         """
         hits = self._hits(computed)
         needed = self._num_blocks_needed(request, num_new_tokens, computed, hits)
@@ -163,7 +175,7 @@ class KVCacheManager:
         return copy
 
     def _take_hits(self, request: Request, table: BlockTable, computed: ComputedBlocks, hits: Sequence[Block]) -> None:
-        """Count one more user of each block found, and append them to the block table."""
+        """Add a reference to each hit, and append the hits to the block table."""
         if len(table.blocks) * self.block_size != request.num_computed_tokens:
             raise InvariantError(f"request {request.request_id!r} is inside a block of its own and cannot take hits")
         self.pool.touch(hits)
@@ -177,18 +189,18 @@ class KVCacheManager:
             self._emit(ev.BlocksHit(request.request_id, computed.block_ids))
 
     def _copy_on_write(self, request: Request, table: BlockTable, num_known: int, block: Block) -> BlockCopy:
-        """Put ``block`` in the place of the last one, which other samples go on reading."""
+        """Replace the shared, partly filled last block with ``block``. The other samples keep the old one."""
         position, num_tokens = divmod(num_known, self.block_size)
         source = table.blocks[position]
-        self.pool.free_blocks([source])  # the others hold it: it cannot become free
+        self.pool.free_blocks([source])  # the others still reference it, so it does not become free
         table.blocks[position] = block
         self._emit(ev.BlockCopied(request.request_id, source.block_id, block.block_id, num_tokens))
         return BlockCopy(source.block_id, block.block_id)
 
     def fork(self, request: Request, samples: Sequence[Request]) -> None:
-        """Let further samples of the request's prompt use all of its blocks, the partly filled last one included.
+        """Give further samples of the request's prompt the same blocks, including the partly filled last one.
 
-        Each count goes up by one per sample. Raises InvariantError if a sample holds blocks already.
+        Adds one reference per sample to each block. Raises InvariantError if a sample has blocks already.
         """
         table = self._tables[request.request_id]
         for sample in samples:
@@ -200,7 +212,7 @@ class KVCacheManager:
         self._emit(ev.SamplesForked(request.request_id, names, self.block_ids(request.request_id)))
 
     def _forget(self, request_id: str, taken: Sequence[Block]) -> None:
-        """Remove the hashes of blocks that were popped, before anybody writes into them."""
+        """Evict: remove the hashes of blocks popped from the free queue, before they are written."""
         evicted = [(block.block_id, block.block_hash) for block in taken if block.block_hash is not None]
         if not evicted:
             return
@@ -218,15 +230,17 @@ class KVCacheManager:
             self._check.forget(block.block_id)
 
     def publish(self, request: Request, num_tokens: int, *, before_computed: bool = False) -> Sequence[BlockHash]:
-        """Make the request's full blocks within its first ``num_tokens`` tokens findable.
+        """Publish the request's full blocks within its first ``num_tokens`` tokens (vLLM: `cache_blocks`).
 
-        Returns the hashes of those that were not settled before, and are now found: in these blocks or in others
-        (under the check of token ids perhaps hidden behind a block with the same hash and other tokens).
+        Returns the hashes of the blocks that this call settles. A look-up finds each of them from now on, in this
+        request's block or in one published before. (With the token check it may reject what it finds, if that block
+        has the same hash and other tokens.)
 
-        Only full blocks are hashed: a block that still grows would change its name with every token. Of two
-        blocks with the same content the first one published is found; the other stays private until freed.
-        Raises InvariantError for tokens that are not computed: what others find must be there. Only the unsafe
-        policy that shows what happens otherwise asks for ``before_computed``.
+        A partly filled block is not hashed: its hash would change with every token. If two blocks have the same
+        content, the index keeps the first one published; the other is a duplicate and stays private until freed.
+
+        Raises InvariantError if ``num_tokens`` tokens are not computed yet, because hits must hold valid K/V. Only
+        the unsafe teaching policy `AtAllocation` sets ``before_computed``, which skips this check.
         """
         if num_tokens > request.num_computed_tokens and not before_computed:
             raise InvariantError(
@@ -241,62 +255,47 @@ class KVCacheManager:
             return ()
         table.chain.extend_to(request.token_ids)
         hashes, blocks, index = table.chain.hashes, table.blocks, self.index
-        published: list[int] = []  # places in the table
-        duplicated: list[tuple[int, int]] = []  # place, the twin that is found
+        published: list[int] = []  # positions in the block table
+        duplicated: list[tuple[int, int]] = []  # (position, indexed block id)
         for position in range(first, last):
             block, block_hash = blocks[position], hashes[position]
             twin = index.get(block_hash)
             if twin is None:
                 index.insert(block_hash, block.block_id)
                 block.block_hash = block_hash
-                self._duplicates.discard(block.block_id)  # its twin was evicted since
+                self._duplicates.discard(block.block_id)  # the block in the index was evicted since
                 published.append(position)
             elif twin != block.block_id and block.block_id not in self._duplicates:
-                # No news otherwise: this very block is found, as another sample published it or it was adopted; or
-                # its twin was reported.
+                # Not a duplicate if it is itself in the index (adopted, or published by another sample); and a
+                # duplicate is reported only once.
                 duplicated.append((position, twin))
                 self._duplicates.add(block.block_id)
         table.num_settled = last
         if self._check is not None:
             for position in published:
                 self._check.published(request, table, position)
-            duplicated = self._without_collisions(self._check, request, table, duplicated)
+            # A block with the same hash and other tokens is no duplicate: it stays private, as a duplicate does.
+            collisions = [(pair, self._check.collision(request, table, *pair)) for pair in duplicated]
+            duplicated = [pair for pair, collision in collisions if collision is None]
+            for _, collision in collisions:
+                if collision is not None:
+                    self._emit(collision.event(request.request_id))
         if published:
             self._emit(ev.BlocksPublished(request.request_id, *table.published_at(published)))
         if duplicated:
-            places, twins = zip(*duplicated, strict=True)
-            self._emit(
-                ev.BlocksDuplicated(
-                    request.request_id,
-                    tuple([blocks[position].block_id for position in places]),
-                    twins,
-                    tuple([hashes[position].hex() for position in places]),
-                )
-            )
+            self._emit(ev.BlocksDuplicated(request.request_id, *table.duplicated_at(duplicated)))
         return hashes[first:last]
 
-    def _without_collisions(
-        self, check: TokenCheck, request: Request, table: BlockTable, duplicated: list[tuple[int, int]]
-    ) -> list[tuple[int, int]]:
-        """Drop those whose twin only shares the hash, and say so. Their blocks stay private, as a duplicate does."""
-        rest = []
-        for position, twin in duplicated:
-            collision = check.collision(request, table, position, twin)
-            if collision is None:
-                rest.append((position, twin))
-            else:
-                self._emit(collision.event(request.request_id))
-        return rest
-
     def prompt_is_published(self, request: Request) -> bool:
-        """Whether all full blocks of the request's prompt were published, or hit, or have a published twin."""
+        """Whether all full blocks of the request's prompt are settled."""
         table = self._tables.get(request.request_id)
         return table is not None and table.num_settled >= request.num_prompt_tokens // self.block_size
 
     def free(self, request: Request) -> None:
-        """Free the request's whole block table, from its tail to its head.
+        """Free all blocks of the request, the last one first.
 
-        What was published stays findable until it is popped. A request that holds nothing is fine.
+        Published blocks stay findable until they are evicted. Does nothing for a request without blocks. Raises
+        InvariantError if the eviction policy does not place each freed block exactly once.
         """
         table = self._tables.pop(request.request_id, None)
         if table is None or not table.blocks:
@@ -320,7 +319,7 @@ class KVCacheManager:
         )
 
     def reset(self) -> bool:
-        """Forget every published block. Returns False, with nothing changed, while any block is in use."""
+        """Unpublish all blocks (vLLM: `reset_prefix_cache`). Returns False and changes nothing if a block is in use."""
         if self.pool.num_free != self.pool.num_blocks:
             return False
         forgotten = [block for block in self.pool.blocks if block.block_hash is not None]
@@ -330,9 +329,9 @@ class KVCacheManager:
         return True
 
     def _table(self, request: Request) -> BlockTable:
-        """Return the request's block table, with all its full blocks hashed.
+        """Return the request's block table, with all of its full blocks hashed. Made at the first call.
 
-        An empty one is kept from the first look-up on, so that a request that must wait is hashed once.
+        It is kept while the request waits for room, so that the prompt is hashed once and not in every step.
         """
         table = self._tables.get(request.request_id)
         if table is None:
@@ -343,5 +342,5 @@ class KVCacheManager:
         return table
 
     def check_invariants(self) -> None:
-        """Raise InvariantError if counts, free queue, index and block tables contradict each other."""
+        """Raise InvariantError if reference counts, free queue, index and block tables contradict each other."""
         check_pool(self.pool, self.index, self._tables, self._duplicates, self._check)

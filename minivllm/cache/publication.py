@@ -1,10 +1,10 @@
-"""When a full block becomes visible to others.
+"""When other requests may use a full block.
 
-A policy answers one question: of the tokens that are computed, up to which one may others see the K/V now? The
-manager publishes the full blocks up to there. Nothing is ever visible that was not computed. Knows a number of
-tokens and a moment; must not know blocks, the index or flights.
+A policy answers one question: how many of a request's computed tokens may other requests see now? The KV cache manager
+then publishes the full blocks among them. Blocks that are not computed are never published, except by `AtAllocation`,
+which breaks this rule on purpose to show the consequences.
 
-One policy breaks that rule on purpose, to show what it costs: see `AtAllocation`.
+Knows a number of tokens and a moment; must not know blocks, the index or flights.
 """
 
 from __future__ import annotations
@@ -16,36 +16,37 @@ from typing import Protocol
 class Moment(enum.Enum):
     """When a policy is asked."""
 
-    ALLOCATED = "allocated"  # the request has blocks for what the coming step will compute
-    STEP_DONE = "step done"  # the forward pass of a step has ended
-    FINISHED = "finished"  # the request ended normally (never asked for an aborted or failed one)
+    ALLOCATED = "allocated"  # blocks are allocated for the tokens that the coming step computes
+    STEP_DONE = "step done"  # the step's forward pass has ended
+    FINISHED = "finished"  # the request finished normally; not asked for aborted or failed requests
 
 
 class PublicationPolicy(Protocol):
-    """Decides how much of a request others may see."""
+    """Decides how many tokens of a request other requests may see."""
 
     name: str
 
     def visible_tokens(self, num_computed_tokens: int, moment: Moment) -> int:
-        """Return how many tokens from the start may be visible: at most ``num_computed_tokens``.
+        """Return how many tokens, from the start, others may see: at most ``num_computed_tokens``.
 
-        A policy with ``is_safe = False`` is also asked at `Moment.ALLOCATED`, with what the step will have computed.
+        A policy with ``is_safe = False`` is also asked at `Moment.ALLOCATED`. Then ``num_computed_tokens`` includes
+        the tokens that the coming step computes.
         """
         ...
 
 
 class OnCompletion:
-    """Visible when the request ends normally: the simplest rule, and the cause of the cold-cache race."""
+    """Publish when the request finishes normally: the simplest rule, and the cause of the cold-cache race."""
 
     name = "on-completion"
 
     def visible_tokens(self, num_computed_tokens: int, moment: Moment) -> int:
-        """Return all at the end, nothing before."""
+        """Return all tokens when the request finishes, and 0 before."""
         return num_computed_tokens if moment is Moment.FINISHED else 0
 
 
 class Incremental:
-    """Visible after the step that filled the block: shared while the first request still generates."""
+    """Publish each block after the step that fills it, so that others can use it while its request still runs."""
 
     name = "incremental"
 
@@ -55,12 +56,12 @@ class Incremental:
 
 
 class AtAllocation:
-    """Visible as soon as the blocks are there, *before* they are computed. For teaching only: unsafe.
+    """Publish blocks when they are allocated, *before* they are computed. Unsafe, for teaching only.
 
-    Requests admitted in one step share at once. That is sound only where each layer writes the K/V of the whole step
-    before it attends, and never if a request is withdrawn before it is computed: its blocks stay findable and hold
-    what was there before. Real engines have shipped this fault. An engine with a real model refuses it unless it is
-    asked for by name.
+    Requests admitted in the same step can already share blocks. This is correct only if each layer writes the K/V of
+    the whole step before it attends. It is wrong whenever a request ends before its blocks are computed: they stay in
+    the index and hold stale K/V. Real engines have shipped this bug. An engine with a real model refuses this policy
+    unless ``allow_unsafe`` names it.
     """
 
     name = "at-allocation"
@@ -81,5 +82,5 @@ PUBLICATION_POLICIES: dict[str, PublicationPolicy] = {
 
 
 def is_safe(policy: PublicationPolicy) -> bool:
-    """Whether the policy shows computed blocks only. One that does not say so is: the manager holds it to that."""
+    """Whether the policy publishes computed blocks only: yes if it has no ``is_safe``, and the manager checks that."""
     return bool(getattr(policy, "is_safe", True))

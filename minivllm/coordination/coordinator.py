@@ -43,11 +43,11 @@ class Outlook:
 
 
 class Coordinator:
-    """What the engine asks, in the order of a request's life. Each call returns who is released. Make yours a subclass.
+    """What the engine asks, in the order of a request's life. Each call returns who is released.
 
-    The base of all coordinators: nobody waits for anybody, and only ids are kept. ``flights`` and
-    ``released_request_ids`` are the state of single flight, ``awaiting`` says behind whom a request is held that
-    waits for a shared prefix: they are there, and empty, in every coordinator.
+    A coordinator of your own is a subclass. The base of all coordinators: no request waits for another, and only ids
+    are kept. ``flights`` and ``released_request_ids`` are the state of single flight, ``awaiting`` says behind whom a
+    request is held that waits for a shared prefix: they are there, and empty, in every coordinator.
     """
 
     name = "base"
@@ -110,6 +110,6 @@ class Coordinator:
 
 
 class IndependentCoordinator(Coordinator):
-    """Nobody waits for anybody; publication is left to the publication policy."""
+    """No request waits for another; publication is left to the publication policy."""
 
     name = "independent"

@@ -1,15 +1,18 @@
-"""Requests that share a prefix: one computes a block, the others wait for that block and no longer.
+"""Coordination of requests that share a prefix: one computes a block, the others wait for that block.
 
-Single flight holds requests with identical prompts. Most requests share only their beginning: a system prompt, a
-document, the turns of a chat so far. Here a request that is about to be admitted is held while its *next missing
-block* is being computed by a running one, and follows it block by block:
+Single flight holds requests with identical prompts. Most requests share only a prefix: a system prompt, a document, the
+turns of a chat so far. Here, before a request is admitted, it is held if a running request (its leader) is computing
+its *next missing block*. It follows the leader block by block, and is released when the leader has published the last
+block that the two share:
 
     leader     [0][1][2][3][4]──own tokens──►          publishes each block after the step that computed it
-    follower   held for 0 ─► held for 3 ─► admitted    takes 0 to 4 from the cache, computes what is its own
+    follower   held for 0 ─► held for 3 ─► admitted    takes 0 to 4 from the cache, computes the rest
 
-Only running requests are waited for, and a running request waits for nobody: so there can be no circle. A running
-request sooner or later computes, ends or is preempted: so nobody waits for ever. When the leader ends early or is
-preempted its followers look again: the first that is admitted computes, and the others are held behind that one.
+(In the picture the leader's first step computes blocks 0 to 2, its second step 3 and 4.)
+
+Only running requests are leaders, and a running request is never held: so there is no deadlock. A running request
+computes its blocks, ends or is preempted: so no request is held forever. If the leader ends early or is preempted, its
+followers are released; the first one admitted computes the block, and the others are held behind it.
 
 Knows hashes of blocks and which running request computes them; must not know block ids, lists or time.
 """
@@ -29,7 +32,7 @@ from minivllm.request import Request, RequestState
 
 @dataclass(slots=True)
 class _Leader:
-    """A running request, the prompt blocks that it still has to publish, and who is held behind it."""
+    """A running request, the prompt blocks that it has not published yet, and the requests held behind it."""
 
     request: Request
     hashes: dict[BlockHash, None]
@@ -38,7 +41,7 @@ class _Leader:
 
 @dataclass(slots=True)
 class _Follower:
-    """A held request: its chain, how much of it can be used, and the block that it waits for now."""
+    """A held request: its chain hashes, how many of these blocks it can use, and the index of the one it waits for."""
 
     request_id: str
     hashes: Sequence[BlockHash]
@@ -48,7 +51,7 @@ class _Follower:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Times to a request's first token, in milliseconds from now: if it waits, and if it computes itself."""
+    """Predicted times to a request's first token, in ms from now: if it waits, and if it computes the block itself."""
 
     wait_ms: float
     recompute_ms: float
@@ -63,20 +66,23 @@ class SharedPrefixCoordinator(Coordinator):
         super().__init__(release, emit)
         self._leaders: dict[str, _Leader] = {}
         self._followers: dict[str, _Follower] = {}
-        self._computing: dict[BlockHash, dict[str, None]] = {}  # who computes it, the first one first
-        self._awaited: dict[BlockHash, dict[str, None]] = {}  # who is held for it
+        self._computing: dict[BlockHash, dict[str, None]] = {}  # block -> running requests that compute it, in order
+        self._awaited: dict[BlockHash, dict[str, None]] = {}  # block -> requests held for it
 
-    # -- A request's way -------------------------------------------------------------------------------------
+    # -- A request's life ------------------------------------------------------------------------------------
 
     def may_admit(self, request: Request, outlook: Outlook) -> bool:
-        """Hold the request if somebody is computing its next missing block, unless it should not wait."""
+        """Return whether the request may run now.
+
+        If a running request computes its next missing block, and waiting is right, it becomes a follower instead.
+        """
         if outlook.num_found >= outlook.num_usable:
             return True
         leader_id = self.who_computes(outlook.hashes[outlook.num_found])
         if leader_id is None:
             return True
         prediction = self._predict(request, self._leaders[leader_id].request, outlook)
-        if not self._shall_wait(request, leader_id, outlook, prediction):
+        if not self._should_wait(request, leader_id, outlook, prediction):
             return True
         follower = _Follower(request.request_id, outlook.hashes, outlook.num_usable, outlook.num_found)
         self._followers[request.request_id] = follower
@@ -84,19 +90,19 @@ class SharedPrefixCoordinator(Coordinator):
         return False
 
     def who_computes(self, block_hash: BlockHash) -> str | None:
-        """Return the first of the running requests that compute this block."""
+        """Return the running request that computes this block (the first, if several do), or None."""
         return next(iter(self._computing.get(block_hash, ())), None)
 
     def _predict(self, request: Request, leader: Request, outlook: Outlook) -> Prediction | None:
-        """Nothing is predicted here."""
+        """Return None: this policy needs no prediction. A subclass may predict both times."""
         return None
 
-    def _shall_wait(self, request: Request, leader_id: str, outlook: Outlook, prediction: Prediction | None) -> bool:
-        """Waiting is always right here."""
+    def _should_wait(self, request: Request, leader_id: str, outlook: Outlook, prediction: Prediction | None) -> bool:
+        """Return True: this policy always waits. A subclass may compare the predicted times."""
         return True
 
     def _await(self, follower: _Follower, leader_id: str, prediction: Prediction | None = None) -> None:
-        """Let a follower wait for the block at its index, behind ``leader_id``."""
+        """Hold a follower behind ``leader_id`` until the block at the follower's index is published."""
         block_hash = follower.hashes[follower.index]
         self._awaited.setdefault(block_hash, {})[follower.request_id] = None
         self._leaders[leader_id].followers[follower.request_id] = None
@@ -113,18 +119,18 @@ class SharedPrefixCoordinator(Coordinator):
         )
 
     def admitted(self, request: Request, hashes: Sequence[BlockHash]) -> None:
-        """The request is the one that others wait for, block by block, unless an earlier one computes the same."""
+        """Make the request a leader for these blocks. Where an earlier one computes the same block, that one leads."""
         self._leaders[request.request_id] = _Leader(request, dict.fromkeys(hashes), {})
         for block_hash in hashes:
             self._computing.setdefault(block_hash, {})[request.request_id] = None
 
     def wants_blocks(self, request_id: str) -> bool:
-        """Whether anybody is held behind this request: then its blocks are published as they are computed."""
+        """Whether a request is held behind this one: then its blocks are published as soon as they are computed."""
         leader = self._leaders.get(request_id)
         return leader is not None and bool(leader.followers)
 
     def published(self, request_id: str, hashes: Sequence[BlockHash]) -> Released:
-        """Followers go on to the next block that their leader computes, or are released."""
+        """Let followers of these blocks wait for the leader's next block, or release them."""
         for block_hash in hashes:
             for owner in self._computing.pop(block_hash, ()):
                 del self._leaders[owner].hashes[block_hash]
@@ -142,7 +148,7 @@ class SharedPrefixCoordinator(Coordinator):
         return self._release(released, request_id, "published")
 
     def _goes_on(self, follower: _Follower) -> bool:
-        """Whether the follower's leader computes its next block, too. Behind anybody else it is decided anew."""
+        """Return whether the follower waits for its leader's next block, too. If not, `may_admit` decides again."""
         if follower.index >= follower.num_usable:
             return False
         leader_id = self.awaiting[follower.request_id]
@@ -152,11 +158,11 @@ class SharedPrefixCoordinator(Coordinator):
         return True
 
     def preempted(self, request_id: str) -> Released:
-        """Its followers look again: it may be long until it runs."""
+        """Release its followers: it may take long until the request runs again."""
         return self._gone(request_id, "preempted")
 
     def request_ended(self, request_id: str, end: RequestState, *, prompt_is_published: bool) -> Released:
-        """A follower leaves without a trace; the followers of a leader look again."""
+        """Remove a follower, or remove a leader and release its followers."""
         super().request_ended(request_id, end, prompt_is_published=prompt_is_published)
         if request_id in self._followers:
             follower = self._followers[request_id]
@@ -164,12 +170,12 @@ class SharedPrefixCoordinator(Coordinator):
             del self._awaited[block_hash][request_id]
             if not self._awaited[block_hash]:
                 del self._awaited[block_hash]
-            self._forget(request_id)
+            self._remove_follower(request_id)
             return NOBODY
         return self._gone(request_id, "ended")
 
     def _gone(self, request_id: str, reason: str) -> Released:
-        """A request that may have been computing does so no more."""
+        """Remove a request that computes no more, if it is a leader, and release its followers."""
         leader = self._leaders.get(request_id)
         if leader is None:
             return NOBODY
@@ -185,26 +191,26 @@ class SharedPrefixCoordinator(Coordinator):
             del self._awaited[block_hash][follower_id]
             if not self._awaited[block_hash]:
                 del self._awaited[block_hash]
-        let_go = self._release(followers, request_id, reason)
+        released = self._release(followers, request_id, reason)
         del self._leaders[request_id]
-        return let_go
+        return released
 
     def _release(self, request_ids: list[str], leader_id: str, reason: str) -> Released:
         if not request_ids:
             return NOBODY
         for request_id in request_ids:
-            self._forget(request_id)
+            self._remove_follower(request_id)
         self._emit(ev.PrefixReleased(tuple(request_ids), leader_id, reason))
         return tuple(request_ids)
 
-    def _forget(self, follower_id: str) -> None:
+    def _remove_follower(self, follower_id: str) -> None:
         del self._followers[follower_id]
         del self._leaders[self.awaiting.pop(follower_id)].followers[follower_id]
 
     # -- Invariants ------------------------------------------------------------------------------------------
 
     def check_invariants(self) -> None:
-        """Raise InvariantError if leaders, followers and blocks contradict each other, or somebody waits in vain."""
+        """Raise InvariantError if leaders, followers and blocks disagree, or a request waits for what none computes."""
         computing: dict[BlockHash, set[str]] = {}
         for leader_id, leader in self._leaders.items():
             if leader.request.state is not RequestState.RUNNING:

@@ -1,12 +1,11 @@
-"""Wait for a block that another computes, or compute it as well: whichever gives the first token sooner.
+"""Wait for a block that another request computes, or compute it too: whichever gives the first token sooner.
 
-Waiting saves work, and is mostly sooner, because a block costs its leader the same whether somebody waits or not. It
-is later when the leader has much to compute before it comes to the block, or when the block is so small that a step
-more costs more than computing it. Both times are predicted by playing the next steps of the two requests with a cost
-model. With a target for the time to the first token (TTFT), waiting is good enough as soon as it meets the target:
-then the work is saved.
+Waiting saves work. It is usually also sooner, because the leader computes the block anyway. It is later if the leader
+has much to compute before it reaches the block, or if the block is so small that one more step costs more than
+computing it. Both times are predicted: a cost model simulates the next steps of the two requests. With a target for
+the time to first token (TTFT), a request also waits if waiting meets the target, because that saves work.
 
-Knows numbers of tokens, and what they cost. Must not know blocks, a clock or the scheduler's lists.
+Knows numbers of tokens and their cost. Must not know block ids, a clock or the scheduler's lists.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from minivllm.request import Request, RequestState
 
 @dataclass(frozen=True, slots=True)
 class TwoRequests:
-    """What two requests have to compute, in tokens.
+    """What a leader and a possible follower have to compute, in tokens.
 
-    The leader has ``leader_left`` of its prompt left, and has passed the shared part after ``until_shared`` of them.
-    The follower misses ``shared`` tokens that it could take from the leader, and has ``own`` more. In a step each
-    computes at most ``chunk_limit``, both at most ``budget``; in the first one ``first_budget`` is left for the
-    follower.
+    ``leader_left``: rest of the leader's prompt. ``until_shared``: how many of these until the shared part is done.
+    ``shared``: tokens that the follower can take from the leader, or compute itself. ``own``: the rest of its prompt.
+    ``chunk_limit``: the most tokens of one request in a step. ``budget``: the most of both. ``first_budget``: what
+    the first step has left for the follower.
     """
 
     leader_left: int
@@ -44,11 +43,11 @@ class TwoRequests:
 
 
 def predict(case: TwoRequests, cost: CostModel) -> Prediction:
-    """Return the follower's times to its first token, played step by step. O(steps)."""
-    return Prediction(_time(case, cost, waits=True), _time(case, cost, waits=False))
+    """Return the follower's predicted times to first token, simulated step by step. O(steps)."""
+    return Prediction(_ttft_ms(case, cost, waits=True), _ttft_ms(case, cost, waits=False))
 
 
-def _time(case: TwoRequests, cost: CostModel, *, waits: bool) -> float:
+def _ttft_ms(case: TwoRequests, cost: CostModel, *, waits: bool) -> float:
     leader_left, until_shared = case.leader_left, case.until_shared
     own = case.own if waits else case.shared + case.own
     room = 0 if waits else case.first_budget
@@ -57,21 +56,22 @@ def _time(case: TwoRequests, cost: CostModel, *, waits: bool) -> float:
         leader = min(leader_left, case.chunk_limit, case.budget)
         follower = min(own, case.chunk_limit, room)
         leader_left, until_shared, own = leader_left - leader, until_shared - leader, own - follower
-        # A row that has finished its prompt draws a token in the same step, and is in decode from then on.
+        # A request draws a token in the step that completes its prompt and in each step after it (decode).
         ms += cost.step(leader + follower, (leader_left == 0) + (own == 0 and room > 0))
         if own == 0 and room > 0:
             return ms
-        # A leader that has nothing left will not come to the block: with a weak hash it may only look like its own.
+        # With a weak hash the leader may not compute this block at all (same hash, other tokens): then it releases
+        # its followers when its prompt is complete.
         released = not waits or until_shared <= 0 or leader_left == 0
         room = case.budget - min(leader_left, case.chunk_limit, case.budget) if released else 0
 
 
 class WaitOrRecompute(SharedPrefixCoordinator):
-    """Hold a request for a shared prefix only where waiting is the better choice.
+    """Hold a request for a shared prefix only if waiting is the better choice.
 
-    ``cost`` is the cost model of the predictions (None: the runner's own, or the usual one), ``ttft_target_ms`` the
-    target, None for "as soon as possible". Both are the class's, as every engine makes its coordinator anew;
-    `choosing` returns a class with others.
+    ``cost`` is the cost model of the predictions (None: the runner's, or else the default `CostModel`).
+    ``ttft_target_ms`` is the TTFT target (None: as soon as possible). Both are class attributes, because each engine
+    instantiates its coordinator itself; `choosing` returns a subclass with other values.
     """
 
     name = "wait-or-recompute"
@@ -79,16 +79,16 @@ class WaitOrRecompute(SharedPrefixCoordinator):
 
     def __init__(self, release: ReleasePolicy, emit: Callable[[ev.Event], None]) -> None:
         super().__init__(release, emit)
-        self._chosen: dict[str, ev.RecomputeChosen] = {}
+        self._decisions: dict[str, ev.RecomputeChosen] = {}
 
     @classmethod
     def choosing(cls, *, cost: CostModel | None = None, ttft_target_ms: float | None = None) -> type[WaitOrRecompute]:
-        """Return this policy with another cost model and target, to be given as an engine's ``coordination``."""
+        """Return a subclass with this cost model and target, to pass as an engine's ``coordination``."""
         members: dict[str, Any] = {"cost": cost, "ttft_target_ms": ttft_target_ms, "__doc__": cls.__doc__}
         return type(cls.__name__, (cls,), members)
 
     def _predict(self, request: Request, leader: Request, outlook: Outlook) -> Prediction | None:
-        """Play the next steps of the two."""
+        """Simulate the next steps of the request and its leader."""
         computed_by_leader = self._leaders[leader.request_id].hashes
         end = outlook.num_found
         while end < outlook.num_usable and outlook.hashes[end] in computed_by_leader:
@@ -105,28 +105,28 @@ class WaitOrRecompute(SharedPrefixCoordinator):
         )
         return predict(case, self.cost or CostModel())
 
-    def _shall_wait(self, request: Request, leader_id: str, outlook: Outlook, prediction: Prediction | None) -> bool:
-        """Wait if that is as soon, or soon enough."""
+    def _should_wait(self, request: Request, leader_id: str, outlook: Outlook, prediction: Prediction | None) -> bool:
+        """Wait if the first token is not later than by recomputing, or meets the target."""
         assert prediction is not None
-        self._chosen.pop(request.request_id, None)
+        self._decisions.pop(request.request_id, None)
         if prediction.wait_ms <= prediction.recompute_ms:
             return True
         if self.ttft_target_ms is not None and prediction.wait_ms <= self.ttft_target_ms:
             return True
-        # Said when it is admitted, so that it is said once even if there is no room for it yet.
-        self._chosen[request.request_id] = ev.RecomputeChosen(
+        # Reported on admission: without room for the request, this decision is made again in the next step.
+        self._decisions[request.request_id] = ev.RecomputeChosen(
             request.request_id, leader_id, outlook.num_found, prediction.wait_ms, prediction.recompute_ms
         )
         return False
 
     def admitted(self, request: Request, hashes: Sequence[BlockHash]) -> None:
-        """Say so if the request computes what it could have waited for."""
-        chosen = self._chosen.pop(request.request_id, None)
+        """Report it if the request computes what it could have waited for."""
+        chosen = self._decisions.pop(request.request_id, None)
         if chosen is not None:
             self._emit(chosen)
         super().admitted(request, hashes)
 
     def request_ended(self, request_id: str, end: RequestState, *, prompt_is_published: bool) -> Released:
-        """Forget what was chosen and never came to be."""
-        self._chosen.pop(request_id, None)
+        """Drop a decision whose request was never admitted."""
+        self._decisions.pop(request_id, None)
         return super().request_ended(request_id, end, prompt_is_published=prompt_is_published)

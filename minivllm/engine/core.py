@@ -1,13 +1,12 @@
-"""The engine's core: a step is schedule, execute, publish, output.
+"""The engine core: one step is schedule, execute, publish, output.
 
     submit ─► arrive ─► coordinator ─► waiting ─┐
                                                 ▼
               ┌── schedule ─► Runner.execute ─► publish ─► coordinator ─► output, end ──┐
               └─────────────────────────── next step ◄──────────────────────────────────┘
 
-`EngineCore` is synchronous: whoever calls `step()` runs it, on the caller's thread. `engine.py` puts one on a thread
-of its own. It knows every part and the order in which they are asked; it must not know what a runner computes, nor
-the rules of any policy.
+`EngineCore` is synchronous: `step()` runs on the caller's thread. `engine.py` runs a core on a thread of its own.
+Knows every part and the order in which they are called. Must not know what a runner computes, nor any policy's rules.
 """
 
 from __future__ import annotations
@@ -48,7 +47,8 @@ from minivllm.step import Runner, ScheduledRow
 class EngineCore:
     """Scheduler, KV cache manager, publication and coordination over one runner.
 
-    ``listener`` gets every `Output` as it happens and must not call the engine back. Not thread-safe: one thread calls.
+    ``listener`` is called with every `Output` as it happens; it must not call the engine. Not thread-safe: use one
+    thread (only `prepare` may be called from any).
     """
 
     def __init__(self, config: EngineConfig, runner: Runner, listener: Callable[[Output], None] | None = None) -> None:
@@ -111,26 +111,26 @@ class EngineCore:
 
     @property
     def config(self) -> EngineConfig:
-        """The settings in force: `set_policies` changes some."""
+        """The current settings; `set_policies` changes some of them."""
         return self._sharing.config
 
     @property
     def coordinator(self) -> Coordinator:
-        """Who computes, who waits, until when."""
+        """The coordinator, which decides which requests wait for which."""
         return self._sharing.coordinator
 
     # -- Submitting ----------------------------------------------------------------------------------------
 
     def submit(self, prompt: str | Sequence[int], sampling: Sampling | None = None, **fields: Any) -> Request:
-        """Submit one request and return it. ``fields`` are those of `Submission`, or of `Sampling`.
+        """Submit one request and return it. ``fields`` are fields of `Submission` or `Sampling`.
 
-        With ``n`` samples the first one's request is returned; `samples_of` names the others. Raises
-        InvalidRequestError for one that can never run.
+        With ``n`` samples it returns the request of the first one; `samples_of` returns the ids of all. Raises
+        InvalidRequestError for a request that can never run, and otherwise like `prepare`.
         """
         return self.submit_batch([make_submission(prompt, sampling, fields)])[0]
 
     def samples_of(self, request_id: str) -> tuple[str, ...]:
-        """Return the ids of all samples of a prompt, the first one first; only its own if there are no others.
+        """Return the ids of all samples of the request's prompt, the first one first; one id if it has no others.
 
         Raises UnknownRequestError for an id that was never submitted.
         """
@@ -138,18 +138,19 @@ class EngineCore:
         return self._lifecycle.samples_of(request_id)
 
     def submit_batch(self, submissions: Iterable[Submission]) -> list[Request]:
-        """Submit requests together: all arrive before the next step, or, if one is refused, none does.
+        """Submit requests together: if one is refused, none is submitted.
 
-        Returns the first sample's request of each.
+        All without a trigger (``after``) arrive before the next step. Returns the request of each one's first sample.
+        Raises like `prepare`.
         """
         requests = self.prepare(submissions)
         self.enter(requests)
         return [prepared.request for prepared in requests]
 
     def prepare(self, submissions: Iterable[Submission], reserved: Container[str] = ()) -> list[Prepared]:
-        """Check submissions and make their requests; `enter` lets them in. Changes nothing.
+        """Check submissions and make their requests, for `enter`. Changes nothing.
 
-        May be called from any thread, with the ids in ``reserved`` counting as in use. Raises
+        May be called from any thread. Ids in ``reserved`` count as in use. Raises
         InvalidRequestError, DuplicateRequestError or UnknownRequestError, and EngineDeadError or
         EngineClosedError if nothing can be submitted any more.
         """
@@ -157,7 +158,7 @@ class EngineCore:
         return self._input.prepare(submissions, lambda name: name in self.requests or name in reserved)
 
     def enter(self, batch: Iterable[Prepared]) -> None:
-        """Let prepared requests in together: those without a trigger arrive now, in this order.
+        """Submit prepared requests together: those without a trigger (``after``) arrive now, in this order.
 
         Raises DuplicateRequestError, with nothing changed, if an id was taken since they were prepared.
         """
@@ -171,7 +172,7 @@ class EngineCore:
         try:
             for prepared in batch:
                 self._lifecycle.enter(prepared)
-        except BaseException as error:  # a coordinator raised: it knows some of them, and some not
+        except BaseException as error:  # such as a coordinator's: some requests are in, some not
             self.die(error)
             raise
 
@@ -197,8 +198,9 @@ class EngineCore:
     def step(self) -> bool:
         """Run one step. Returns False, with nothing done, if there is no request to run.
 
-        Whatever the runner raises ends the engine: every request fails with it, their blocks are freed, and
-        it is raised here as EngineDeadError.
+        Any error in the step ends the engine: every request fails with it, all blocks are freed, and EngineDeadError
+        is raised from it (KeyboardInterrupt and the like are raised as they are). Raises MiniVLLMError if called
+        within a step, and like `check_open`.
         """
         self.check_open()
         if self._in_step:
@@ -215,7 +217,7 @@ class EngineCore:
             self._run_step()
         except BaseException as error:
             self.die(error)
-            if not isinstance(error, Exception):  # Ctrl-C is the caller's, not a fault to wrap
+            if not isinstance(error, Exception):  # KeyboardInterrupt and the like: for the caller, unchanged
                 raise
             raise EngineDeadError(f"the engine stopped in step {self.log.step}: {describe(error)}") from error
         finally:
@@ -226,7 +228,7 @@ class EngineCore:
         self.log.step = next(self._steps)
         step = self.scheduler.schedule(self.log.step)
         drawn = self.runner.execute(step)
-        # A request that ended since it was scheduled is withdrawn: nothing of it counts as computed.
+        # Rows of requests that ended since scheduling are withdrawn: none of their tokens count as computed.
         rows = [row for row in step.rows if not row.is_withdrawn]
         check_drawn(rows, drawn, self.runner.vocab_size)
         for row in rows:
@@ -236,7 +238,7 @@ class EngineCore:
             request = row.request
             request.num_computed_tokens += row.num_tokens
             self.log.append(ev.ChunkComputed(request.request_id, row.start, row.num_tokens, row.phase.value))
-        # All K/V of the step is there: now, and not before, others may see it.
+        # Publish only now that all K/V of the step is computed.
         for row in rows:
             self._sharing.computed(row.request)
         for row in rows:
@@ -244,7 +246,7 @@ class EngineCore:
                 self._output_all(row, drawn)
 
     def _output_all(self, row: ScheduledRow, drawn: Mapping[str, int | RowError]) -> None:
-        """Output the drawn tokens: of the request and, at the end of its prompt, of its further samples."""
+        """Output the drawn tokens: of the request and, when its prompt is complete, of its further samples."""
         samples = self.scheduler.fork(row.request)
         for sample in samples:
             self.log.append(ev.PrefillFinished(sample.request_id))
@@ -256,7 +258,7 @@ class EngineCore:
     # -- Ends ----------------------------------------------------------------------------------------------
 
     def abort(self, request_id: str) -> bool:
-        """Take a request back. Returns False if it has ended already, however often it is called.
+        """Abort a request. Returns False if it has already ended; repeated calls are fine.
 
         Raises UnknownRequestError for an id that was never submitted.
         """
@@ -282,9 +284,9 @@ class EngineCore:
         return request
 
     def die(self, error: BaseException) -> None:
-        """The engine ends on an error: the step, if one runs, is withdrawn, and nothing of it is published.
+        """End the engine on an error. A running step is discarded, and nothing of it is published.
 
-        Every request fails with the error, and every block is freed.
+        Every request fails with the error, and all blocks are freed.
         """
         self.error = error
         self.log.append(ev.StepFailed(describe(error)))
@@ -293,16 +295,16 @@ class EngineCore:
     # -- Between steps -------------------------------------------------------------------------------------
 
     def run(self, max_steps: int | None = None) -> int:
-        """Run steps until nothing is left to do, or ``max_steps`` are done. Returns how many were run."""
+        """Run steps until there is no work, or ``max_steps`` are done. Returns the number of steps run."""
         count = 0
         while (max_steps is None or count < max_steps) and self.step():
             count += 1
         return count
 
     def reset_cache(self, *, abort_running: bool = False) -> bool:
-        """Forget every published block. Returns False, with nothing changed, while a block is in use.
+        """Unpublish all blocks. Returns False, without doing so, while a block is in use.
 
-        With ``abort_running`` the requests that hold blocks are aborted first; those that wait go on waiting.
+        With ``abort_running`` the running requests are aborted first; waiting ones stay.
         """
         self.check_open()
         if abort_running:
@@ -311,9 +313,9 @@ class EngineCore:
         return self.manager.reset()
 
     def set_policies(self, *, publication: Any = None, coordination: Any = None, release: Any = None) -> None:
-        """Go on under other policies (None: as before). Only while no request is in the engine.
+        """Switch to other policies (None: keep the current one). Only while no request is in the engine.
 
-        Raises ConfigError while one is, UnknownNameError for a policy that does not exist.
+        Raises ConfigError while a request is, and UnknownNameError for a policy that does not exist.
         """
         self.check_open()
         if any(not request.state.is_ended for request in self.requests.values()):
@@ -328,7 +330,7 @@ class EngineCore:
         )
 
     def close(self) -> None:
-        """Abort what is left and free the runner. Calling it again does nothing."""
+        """Abort all requests and close the runner. Calling it again does nothing."""
         if self._closed:
             return
         try:
@@ -340,7 +342,7 @@ class EngineCore:
     # -- State ---------------------------------------------------------------------------------------------
 
     def state(self) -> State:
-        """Return the engine's own state, from its own objects: what replaying the log must give."""
+        """Return the engine's state, read from its parts. Replaying the log must give the same state."""
         return state_of(self.requests, self.manager, self.scheduler, self.coordinator)
 
     def check_invariants(self) -> None:

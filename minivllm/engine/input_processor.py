@@ -1,8 +1,8 @@
-"""Input processing: a submission is checked whole before anything is held for it.
+"""Input processing: checks each submission completely before the engine stores anything for it.
 
-A submission that can never run is refused here, with what was wrong, the limit and what to do; what passes is a
-request, or one per sample. Knows the limits of the configuration and of the runner. Changes nothing in the engine:
-it may be asked from any thread. Must not know lists, blocks or flights.
+A submission that can never run is refused here; the error says what is wrong, the limit and what to do. One that passes
+becomes a request, or one per sample. Knows the limits of the configuration and of the runner. Changes nothing in the
+engine, so any thread may call it. Must not know lists, blocks or flights.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from minivllm.step import Runner
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """What a caller hands in: a prompt (text, or token ids) and what goes with it.
+    """What a caller submits: a prompt (text, or token ids) and its options.
 
-    ``after`` = (request id, n) lets the request arrive when that other one has put its n-th output token out
-    (the first is 1), or has ended without. ``cache_salt`` keeps its blocks to those with the same salt, ``adapter``
-    names the LoRA adapter to compute with, ``multimodal`` says which tokens stand for images and the like. Under
-    priority scheduling a lower ``priority`` goes first.
+    ``after`` = (request id, n) is a trigger: the request arrives when that other request has generated its n-th output
+    token (the first is 1), or has ended before. ``cache_salt`` lets only requests with the same salt share its blocks.
+    ``adapter`` names the LoRA adapter to compute with. ``multimodal`` says which tokens are placeholders for images
+    and the like. Under priority scheduling a lower ``priority`` goes first.
     """
 
     prompt: str | Sequence[int]
@@ -41,7 +41,7 @@ class Submission:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A checked submission: its request, what that waits for before it arrives, and further samples of its prompt."""
+    """A checked submission: its request, its trigger if it has one, and the further samples of its prompt."""
 
     request: Request
     after: tuple[str, int] | None
@@ -64,7 +64,7 @@ class InputProcessor:
     def prepare(self, submissions: Iterable[Submission], is_taken: Callable[[str], bool]) -> list[Prepared]:
         """Check submissions and make their requests. ``is_taken`` says which ids are in use.
 
-        Raises InvalidRequestError, DuplicateRequestError or UnknownRequestError: then none of them is let in.
+        Raises InvalidRequestError, DuplicateRequestError or UnknownRequestError, which refuses the whole batch.
         """
         prepared: list[Prepared] = []
         names: set[str] = set()
@@ -77,15 +77,15 @@ class InputProcessor:
         for submission in submissions:
             if not isinstance(submission, Submission):
                 raise InvalidRequestError(f"a batch holds {submission!r}; wrap each prompt: Submission(prompt)")
-            requests = self._checked(submission, in_use)
+            requests = self._make_requests(submission, in_use)
             trigger = self._checked_trigger(submission.after, in_use)
             prepared.append(Prepared(requests[0], trigger, tuple(requests[1:])))
-            # Its own ids are added last: a request that waited for itself would never arrive.
+            # Added after the check of the trigger: a request that waits for itself would never arrive.
             names.update(request.request_id for request in requests)
         return prepared
 
-    def _checked(self, submission: Submission, in_use: Callable[[str], bool]) -> list[Request]:
-        """Return the requests of a submission, one per sample. Raises InvalidRequestError; changes nothing."""
+    def _make_requests(self, submission: Submission, in_use: Callable[[str], bool]) -> list[Request]:
+        """Check a submission and return its requests, one per sample. Raises Invalid- or DuplicateRequestError."""
         prompt = submission.prompt
         if isinstance(prompt, str):
             tokens = tuple(self._runner.tokenizer.encode(checked_text(prompt)))
@@ -142,7 +142,7 @@ class InputProcessor:
             raise InvalidRequestError(f"model {self._runner.name!r} has no adapter {adapter!r}; {have}")
 
     def _checked_items(self, items: object, num_tokens: int) -> Sequence[MultimodalItem]:
-        """Return multimodal items by their place. Raises InvalidRequestError."""
+        """Return the multimodal items in order of their offset. Raises InvalidRequestError for one that cannot be."""
         if isinstance(items, str) or not isinstance(items, Sequence):
             raise InvalidRequestError(f"multimodal is {items!r}; pass a list of MultimodalItem(...)")
         for item in items:
@@ -172,7 +172,7 @@ class InputProcessor:
                 f"the prompt has {num_prompt:,} tokens and max_tokens is {max_tokens:,}, together more than the "
                 f"{limit:,} that model {self._runner.name!r} can hold; shorten the prompt or lower max_tokens"
             )
-        # The token that comes out last needs no K/V: the request ends with it.
+        # The last output token needs no K/V: no token is computed after it.
         needed = -(-(num_prompt + max_tokens - 1) // self._config.block_size)
         if needed > self._config.num_blocks:
             room = self._config.num_blocks * self._config.block_size
@@ -203,7 +203,10 @@ def _sample_names(name: str, count: int) -> list[str]:
 
 
 def make_submission(prompt: str | Sequence[int], sampling: Sampling | None, fields: dict[str, Any]) -> Submission:
-    """Return a submission of fields given by name: those of `Submission`, and of `Sampling` where none is given."""
+    """Return a Submission of the prompt and ``fields``: those of `Submission`, which are removed from ``fields``.
+
+    The rest are fields of `Sampling`. Raises InvalidRequestError like `make_sampling`.
+    """
     own = {name: fields.pop(name) for name in _SUBMISSION_FIELDS & fields.keys()}
     return Submission(prompt, make_sampling(sampling, fields), **own)
 
@@ -212,7 +215,7 @@ _SUBMISSION_FIELDS = frozenset({field.name for field in dataclasses.fields(Submi
 
 
 def make_sampling(sampling: Sampling | None, fields: dict[str, Any]) -> Sampling:
-    """Return ``sampling``, or a Sampling of the fields given by name. Raises InvalidRequestError for both."""
+    """Return ``sampling``, or a Sampling with ``fields``. Raises InvalidRequestError for both, or an unknown field."""
     if not fields:
         return sampling if sampling is not None else Sampling()
     if sampling is not None:
@@ -237,7 +240,7 @@ def checked_text(prompt: str) -> str:
 
 
 def _checked_tokens(prompt: object, vocab_size: int) -> tuple[int, ...]:
-    """Return token ids as whole numbers of the vocabulary. Raises InvalidRequestError."""
+    """Return the token ids as integers. Raises InvalidRequestError for any that is not an id of the vocabulary."""
     if isinstance(prompt, (bytes, bytearray)) or not isinstance(prompt, Iterable):
         raise InvalidRequestError(f"the prompt is a {type(prompt).__name__}; give a string or a list of token ids")
     tokens = []
@@ -259,7 +262,7 @@ def _checked_tokens(prompt: object, vocab_size: int) -> tuple[int, ...]:
 def chat_tokens(tokenizer: Any, message: str) -> list[int]:
     """Return the token ids of one user message in the tokenizer's chat template, or of the bare message.
 
-    Raises InvalidRequestError for an empty message (the template's own words are no prompt) or no text.
+    Raises InvalidRequestError if the message is no text or is empty (the template alone is not a prompt).
     """
     if not isinstance(message, str) or not message:
         raise InvalidRequestError(f"the message is {message!r}; write some text to answer")

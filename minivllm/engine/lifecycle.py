@@ -1,11 +1,12 @@
-"""A request's way through the engine: it arrives, generates tokens, and ends.
+"""The life of a request in the engine: it arrives, generates tokens, and ends.
 
     enter ──► deferred ──due──► arrive ──► waiting, held, running ──► output ... ──► end
          └─────────────────────────┘
 
-Every end, whatever its cause, goes through `RequestLifecycle.end`: there blocks are freed, and those that waited for
-the request go on. Knows requests, their text and the parts that an arrival or an end concerns. Must not know how rows
-are chosen or computed, nor when the engine itself ends.
+A deferred request is submitted but has not arrived: it waits for its trigger, an output token of another request.
+Every end, for any reason, goes through `RequestLifecycle.end`, which frees the blocks and lets waiting requests
+continue. Knows requests, their text, and the parts that an arrival or an end concerns. Must not know how rows are
+chosen or computed, nor when the engine itself ends.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from minivllm.step import Runner, ScheduledRow
 
 
 class RequestLifecycle:
-    """Arrivals, output tokens and ends of all requests. ``requests`` are all that were ever submitted.
+    """Arrivals, output tokens and ends of requests. ``requests`` has every request ever submitted, by id.
 
-    Once the engine has failed, nobody takes the place of a request that ends, and nobody arrives.
+    Once the engine has failed, no deferred request arrives, and no sample takes the place of one that ends.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class RequestLifecycle:
         log: EventLog,
         listener: Callable[[Output], None],
     ) -> None:
-        self._all_end = False
+        self._has_failed = False
         self._requests = requests
         self._runner = runner
         self._manager = manager
@@ -60,19 +61,19 @@ class RequestLifecycle:
         self._arrivals = itertools.count()
 
     def samples_of(self, request_id: str) -> tuple[str, ...]:
-        """Return the ids of all samples of a prompt, the first one first; only its own if there are no others."""
+        """Return the ids of all samples of the request's prompt, the first one first; one id if it has no others."""
         return self._sample_ids.get(request_id, (request_id,))
 
     @property
     def num_kept(self) -> int:
-        """Requests for which anything is kept here, beside themselves: none when all have ended."""
+        """Number of entries kept here for live requests: 0 when all have ended. For leak tests."""
         return len(self._texts) + len(self._deferred)
 
     @staticmethod
     def rank(requests: Iterable[Request], policy: SchedulingPolicy) -> None:
-        """Let the scheduling policy rank requests before anything is held for them.
+        """Set the rank of each request by the scheduling policy, before the engine stores anything for it.
 
-        Raises ConfigError for a policy that returns no rank.
+        Raises ConfigError for a policy that does not return a whole number.
         """
         for request in requests:
             rank = policy.rank(request)
@@ -86,7 +87,7 @@ class RequestLifecycle:
     # -- Arrival -------------------------------------------------------------------------------------------
 
     def enter(self, prepared: Prepared) -> None:
-        """Let the samples of a checked prompt in: they arrive now, or wait for what triggers them."""
+        """Take in all samples of a prepared prompt: they arrive now, or are deferred until their trigger."""
         for each in prepared.requests:
             self._requests[each.request_id] = each
         if prepared.samples:
@@ -103,14 +104,14 @@ class RequestLifecycle:
         self._admit_due(self._requests[other_id])
 
     def _admit_due(self, other: Request) -> None:
-        """Let those arrive that waited for an output token that ``other`` has generated, or for its end."""
+        """Let deferred requests arrive if ``other`` has generated the token that they wait for, or has ended."""
         for requests in self._deferred.pop_due(other):
             for request in requests:
                 request.move_to(RequestState.WAITING)
             self._arrive(*requests)
 
     def _arrive(self, request: Request, *samples: Request) -> None:
-        """A request comes in, with the further samples of its prompt: these are held until it is computed."""
+        """Put a request into the waiting list, and hold the further samples until their prompt is computed."""
         self._enqueue(request)
         for sample in samples:
             self._enqueue(sample)
@@ -120,7 +121,7 @@ class RequestLifecycle:
         self._coordinate(request)
 
     def _enqueue(self, request: Request) -> None:
-        """Give a request its number and seed, and put it into the waiting list."""
+        """Set the arrival number and the seed of a request, and put it into the waiting list."""
         request.arrival = next(self._arrivals)
         request.seed = request.sampling.seed if request.sampling.seed is not None else request.arrival
         self._emit(
@@ -136,14 +137,14 @@ class RequestLifecycle:
         self._scheduler.add(request)
 
     def _coordinate(self, request: Request) -> None:
-        """Report a request that stands in the waiting list to the coordinator, which may hold it."""
+        """Report a waiting request to the coordinator, and hold the request if it says so."""
         if self._sharing.arrive(request):
             self._scheduler.hold(request)
 
     # -- Output --------------------------------------------------------------------------------------------
 
     def output(self, request: Request, token_id: int) -> None:
-        """Output a drawn token, and end the request if it was the last."""
+        """Append and output a drawn token, and end the request if it is the last one."""
         name = request.request_id
         index = len(request.output_token_ids)
         request.append_output(token_id)
@@ -177,7 +178,7 @@ class RequestLifecycle:
         token_id: int | None = None,
         text: str = "",
     ) -> None:
-        """End a request in any way: publish if it ended well, free, report to the coordinator and to the caller."""
+        """End a request: publish if it finished normally, free, then report to the coordinator and the listener."""
         name = request.request_id
         had_arrived = request.state is not RequestState.DEFERRED
         if end is RequestState.FINISHED:
@@ -203,22 +204,22 @@ class RequestLifecycle:
         self._texts.pop(name, None)
         self._runner.forget(name)
         self._listener(Output(name, token_id, text, end, error))
-        if not self._all_end:
+        if not self._has_failed:
             self._admit_due(request)
 
     def _leave_samples(self, request: Request) -> None:
-        """A request ended: if it was to compute the prompt of several samples, the next one takes its place."""
+        """If an ended request was to compute the prompt of several samples, let the next sample take its place."""
         heir = self._scheduler.leave_samples(request)
-        if heir is not None and not self._all_end:
+        if heir is not None and not self._has_failed:
             self._emit(ev.SampleLeads(request.request_id, heir.request_id))
             self._scheduler.release([heir.request_id])
             self._coordinate(heir)
 
     def fail_non_finite(self, row: ScheduledRow, drawn: Mapping[str, int | RowError]) -> None:
-        """End the requests of a row whose numbers came out as NaN or infinite. No safe policy has shown any of it.
+        """Fail the requests of a row whose results are NaN or infinite. No safe policy has published its new blocks.
 
-        All samples of a prompt hang on the same numbers. Those that are held are failed first, so that none takes the
-        first one's place.
+        All samples of a prompt depend on these results. The held ones fail first, so that none of them takes the place
+        of the first one.
         """
         samples = tuple(self._scheduler.samples.get(row.request_id, ()))
         own = drawn.get(row.request_id)
@@ -228,13 +229,13 @@ class RequestLifecycle:
                 self.end(request, RequestState.FAILED, error=error)
 
     def fail_all(self, error: BaseException) -> None:
-        """The engine ends on an error: every request fails with it, and nobody takes the place of another."""
-        self._all_end = True
+        """Fail every request because the engine failed. No sample or deferred request starts meanwhile."""
+        self._has_failed = True
         for request in self._in_order_of_ending():
             name, start = request.request_id, len(self._log)
             try:
                 self.end(request, RequestState.FAILED, error=error)
-            except Exception:  # a policy that raised may raise again: the request ends all the same
+            except Exception:  # a faulty policy may raise again: the request must end anyway
                 request.state = RequestState.FAILED
                 if not any(isinstance(e, ev.RequestFailed) and e.request_id == name for e in self._log.since(start)):
                     self._emit(ev.RequestFailed(name, describe(error)))
@@ -247,9 +248,9 @@ class RequestLifecycle:
                 self.end(request, RequestState.ABORTED)
 
     def _in_order_of_ending(self) -> list[Request]:
-        """Return the requests that have not ended, in an order in which none arrives or takes the lead meanwhile.
+        """Return the live requests in an order in which no end makes another one arrive or take its place.
 
-        Those that have not arrived come first, then the held, the last one first.
+        Deferred requests come first, then held ones, then the rest; in each group the latest submitted comes first.
         """
         order = {RequestState.DEFERRED: 0, RequestState.HELD: 1}
         live = [request for request in reversed(self._requests.values()) if not request.state.is_ended]

@@ -1,8 +1,8 @@
-"""Who may read whose blocks, and who waits for them: the two policies, asked at each point of a request's way.
+"""Block sharing: asks the publication policy and the coordinator at each point of a request's life.
 
     scheduler   about to admit ─► may_admit      go, hold, or look again
                 admitted, preempted, allocated
-    core        after a step   ─► computed       publish what the policy shows; release who waited for it
+    core        after a step   ─► computed       publish what the policy allows; release held requests
                 request ended  ─► ended
 
 Knows the publication policy, the coordinator and the manager. Must not know how rows are chosen or computed.
@@ -22,15 +22,15 @@ from minivllm.errors import ConfigError
 from minivllm.log import events as ev
 from minivllm.log.states import Role
 from minivllm.request import Request, RequestState
-from minivllm.scheduling.scheduler import Verdict
+from minivllm.scheduling.hooks import Verdict
 from minivllm.step import Runner
 
 
 class BlockSharing:
-    """Publishes blocks as the policy says, and reports to the coordinator what it waits for.
+    """Publishes blocks as the publication policy allows, and reports a request's progress to the coordinator.
 
-    ``requests`` are all of the engine, ``release`` lets held requests wait for admission again. An instance is the
-    scheduler's hooks.
+    It implements `SchedulerHooks`. ``requests`` are all requests of the engine by id; ``release`` moves held requests
+    back to the waiting list.
     """
 
     def __init__(
@@ -51,10 +51,10 @@ class BlockSharing:
         self._coordinated: set[str] = set()  # ids that the coordinator knows
 
     def use(self, config: EngineConfig) -> None:
-        """Go on under the policies of ``config``, with a coordinator of its own.
+        """Switch to the policies of ``config``, with a new coordinator.
 
-        Raises ConfigError, with nothing changed, for a policy that would let a real model read K/V that was never
-        computed.
+        Raises ConfigError, with nothing changed, for an unsafe publication policy on a real model, unless
+        ``allow_unsafe`` names it.
         """
         name = policy_name(config.publication_policy)
         if self._runner.is_real and not is_safe(config.publication_policy) and config.allow_unsafe != name:
@@ -68,14 +68,14 @@ class BlockSharing:
         self.config, self.coordinator = config, coordinator
 
     def arrive(self, request: Request) -> bool:
-        """Report a new request to the coordinator. Returns whether it is to be held."""
+        """Report a new request to the coordinator. Returns whether the scheduler must hold it."""
         self._coordinated.add(request.request_id)
         return self.coordinator.arrive(request) is Role.FOLLOWER
 
     # -- Hooks of the scheduler ----------------------------------------------------------------------------
 
     def may_admit(self, request: Request, computed: ComputedBlocks, budget_left: int) -> Verdict:
-        """Ask the coordinator whether a waiting request may run, given what is published for it."""
+        """Ask the coordinator whether a waiting request may run, given its cached prefix."""
         if request.request_id not in self._coordinated or not self.config.enable_prefix_caching:
             return Verdict.GO
         outlook = Outlook(
@@ -92,7 +92,11 @@ class BlockSharing:
         return Verdict.GO if self.coordinator.may_admit(request, outlook) else Verdict.HOLD
 
     def _publish_what_is_ready(self, outlook: Outlook) -> bool:
-        """Publish the next missing block if a leader has computed it and no request has waited for it until now."""
+        """Publish a leader's computed blocks if the request's next missing block is among them. Returns whether it did.
+
+        Under a policy that publishes late, a leader publishes early only while a request waits for it. This covers
+        the blocks that it computed before.
+        """
         if outlook.num_found >= outlook.num_usable:
             return False
         leader_id = self.coordinator.who_computes(outlook.hashes[outlook.num_found])
@@ -105,28 +109,28 @@ class BlockSharing:
         return bool(self._publish(leader, ready))
 
     def admitted(self, request: Request) -> None:
-        """Report to the coordinator which prompt blocks the request is going to compute."""
+        """Report to the coordinator which prompt blocks the request will compute."""
         if request.request_id in self._coordinated:
             size = self._manager.block_size
             first, last = request.num_computed_tokens // size, request.num_prompt_tokens // size
             self.coordinator.admitted(request, self._manager.chain_hashes(request)[first:last])
 
     def preempted(self, request: Request) -> None:
-        """Report to the coordinator that the request will not compute what it was about to."""
+        """Report the preemption to the coordinator, which may release requests that waited for its blocks."""
         if request.request_id in self._coordinated:
             self._release(self.coordinator.preempted(request.request_id))
 
     def allocated(self, request: Request, num_tokens: int) -> None:
-        """Ask an unsafe policy whether others may see what is not computed yet."""
+        """Publish blocks that are not computed yet, if an unsafe policy asks for it."""
         if not is_safe(self.config.publication_policy):
             self.publish_visible(request, Moment.ALLOCATED, num_tokens)
 
     # -- After the forward pass ----------------------------------------------------------------------------
 
     def computed(self, request: Request) -> None:
-        """Publish what a step has computed, and once, when the prompt is complete, what its flight waits for."""
+        """Publish after a step what the policy allows; in the step that completes the prompt, what its flight needs."""
         self.publish_visible(request, Moment.STEP_DONE, request.num_computed_tokens)
-        # A request has an output token from the step on in which its prompt was completed.
+        # With output tokens the prompt was complete before, even if a preempted request computes it again.
         if request.output_token_ids or request.num_computed_tokens < request.num_prompt_tokens:
             return
         self._emit(ev.PrefillFinished(request.request_id))
@@ -135,9 +139,9 @@ class BlockSharing:
             self._release(self.coordinator.prompt_published(request.request_id))
 
     def publish_visible(self, request: Request, moment: Moment, num_tokens: int) -> None:
-        """Publish what the policy shows of the request's first ``num_tokens`` tokens, or what followers wait for.
+        """Publish what the policy allows of the request's first ``num_tokens`` tokens, or more if followers need it.
 
-        Raises ConfigError for a policy that returns no number of tokens.
+        Raises ConfigError for a policy that does not return a whole number of 0 or more.
         """
         policy = self.config.publication_policy
         visible = policy.visible_tokens(num_tokens, moment)
@@ -152,6 +156,7 @@ class BlockSharing:
             self._publish(request, min(visible, num_tokens), before_computed=moment is Moment.ALLOCATED)
 
     def _publish(self, request: Request, num_tokens: int, *, before_computed: bool = False) -> Sequence[BlockHash]:
+        """Publish blocks and report newly settled ones to the coordinator. Returns their hashes."""
         hashes = self._manager.publish(request, num_tokens, before_computed=before_computed)
         if hashes:
             self._release(self.coordinator.published(request.request_id, hashes))
@@ -160,7 +165,7 @@ class BlockSharing:
     # -- Ends ----------------------------------------------------------------------------------------------
 
     def ended(self, request_id: str, end: RequestState, *, prompt_is_published: bool) -> None:
-        """Report an end to the coordinator, which may release others."""
+        """Report the end of a request to the coordinator, which may release others."""
         if request_id in self._coordinated:
             self._coordinated.remove(request_id)
             self._release(self.coordinator.request_ended(request_id, end, prompt_is_published=prompt_is_published))

@@ -6,7 +6,7 @@ whoever looks on (views, tables, tests) reads them here.
 
 Read in this order: `states` (what may happen to a block, and to a request in a flight), `event` and `events`,
 `event_log`, then `state` and `replay` (the state as a fold), `metrics` (TTFT, recovered tokens, hit rate).
-`kv_contents` and `timeline` are further folds, for when you need them.
+`kv_contents`, `lanes` and `timeline` are further folds, for when you need them.
 """
 
 from minivllm.log.event import EVENT_KINDS, Event, event_from_dict

@@ -1,4 +1,4 @@
-"""What each request was doing when: the lanes of a timeline, as a fold over the log.
+"""The lanes of a timeline: what each request was doing at each time, as a fold over the log.
 
 Knows events and what their times mean. Must not know how a lane is drawn.
 """
@@ -15,7 +15,7 @@ from minivllm.log import events as ev
 class Phase(enum.Enum):
     """What a request is doing between its arrival and its end."""
 
-    WAITING = "waiting"  # for a row, for tokens of the budget, or for blocks
+    WAITING = "waiting"  # for admission: a free row, token budget or blocks
     HELD = "held"  # behind its leader, or behind the first sample of its prompt
     PREFILL = "prefill"  # from admission to the first token out
     DECODE = "decode"
@@ -32,20 +32,20 @@ class Span:
 
 
 class Happening(enum.Enum):
-    """What happens to a request at one moment."""
+    """An event in a lane that has no duration."""
 
-    FORKED = "forked"  # its prompt is computed: its further samples run on the same blocks
-    JOINED = "joined"  # it is such a sample
-    COPIED = "copied"  # copied a block that other samples read, before it wrote into it
-    ADOPTED = "adopted"  # took blocks in mid-prefill that others had published
+    FORKED = "forked"  # its prompt was computed, and its further samples started on the same blocks
+    JOINED = "joined"  # it is one of these samples
+    COPIED = "copied"  # copied a block that other samples read, to write into it (copy on write)
+    ADOPTED = "adopted"  # took blocks during its prefill that others had published
 
 
 @dataclass(slots=True)
 class Lane:
-    """One request's way. ``end`` is "length", "stop", "abort" or "error", and None while it runs.
+    """The phases and events of one request. ``end`` is "length", "stop", "abort" or "error", None before its end.
 
-    ``behind`` names whom a held request waits for, and ``awaited_block`` the logical block, if it waits for one.
-    ``role`` is as in the figures of `RequestMetrics`. ``happenings`` have their moments on the engine's clock.
+    ``behind`` is the id of the request that a held one waits for, ``awaited_block`` the index of the block, if it waits
+    for one. ``role`` is as in `RequestMetrics`. ``happenings`` have times in ms on the engine's clock.
     """
 
     request_id: str
@@ -58,17 +58,17 @@ class Lane:
 
     @property
     def held_words(self) -> str:
-        """Whom it waits for, and for what: "behind r0", "behind r0 for block 3"."""
+        """What the request waits for, as text: "behind r0", "behind r0 for block 3"."""
         block = "" if self.awaited_block is None else f" for block {self.awaited_block:,}"
         return f"behind {self.behind}{block}"
 
     @property
     def phase(self) -> Phase | None:
-        """What it is doing now; None before it has arrived and after its end."""
+        """The current phase; None before the request's arrival and after its end."""
         return self.spans[-1].phase if self.spans and self.end is None else None
 
     def enter(self, phase: Phase, ms: float) -> None:
-        """Leave the present phase, if any, and begin another."""
+        """End the current phase, if any, and begin ``phase``. Does nothing if that is the current one."""
         if self.spans and self.spans[-1].end_ms is None:
             if self.spans[-1].phase is phase:
                 return
@@ -76,14 +76,14 @@ class Lane:
         self.spans.append(Span(phase, ms))
 
     def finish(self, end: str, ms: float) -> None:
-        """The request has ended, in whatever way."""
+        """End the lane, and its current phase."""
         self.end = end
         if self.spans:
             self.spans[-1].end_ms = ms
 
 
 class Lanes:
-    """All requests of a log by id, in the order of their arrival, and the clock at the last event."""
+    """The lanes of all requests by id, in order of arrival, and the times of the first arrival and the last event."""
 
     def __init__(self) -> None:
         self.lanes: dict[str, Lane] = {}
@@ -96,16 +96,16 @@ class Lanes:
         return cls().update(events)
 
     def update(self, events: Iterable[ev.Event]) -> Lanes:
-        """Fold in events that are new, in order, and return self."""
+        """Apply new events, in order, and return self."""
         for event in events:
             self.now_ms = event.ms
-            self._take(event)
+            self._apply(event)
         return self
 
     def _lane(self, request_id: str) -> Lane:
         return self.lanes.setdefault(request_id, Lane(request_id))
 
-    def _take(self, event: ev.Event) -> None:
+    def _apply(self, event: ev.Event) -> None:
         ms = event.ms
         match event:
             case ev.RequestArrived(request_id=name):
@@ -145,7 +145,7 @@ class Lanes:
                     lane = self._lane(name)
                     lane.behind = None
                     lane.happenings.append((Happening.JOINED, ms))
-                    lane.enter(Phase.PREFILL, ms)  # no time passes until its first token is out
+                    lane.enter(Phase.PREFILL, ms)  # a span of no length: its first token comes in the same step
             case ev.BlockCopied(request_id=name):
                 self._lane(name).happenings.append((Happening.COPIED, ms))
             case ev.BlocksAdopted(request_id=name):

@@ -1,6 +1,7 @@
-"""A model from a folder of files: checked, loaded by mlx-lm, measured.
+"""Loads a model from a folder: checks its files, loads them with mlx-lm, and measures the shape of its K/V.
 
-Knows files of weights, mlx-lm's loader and which models the engine can run. Must not know names or downloads.
+Knows weight files, mlx-lm's loader and which models the engine can run. Must not know where a model's name or files
+come from.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class LoadedModel:
     """A model that is ready to run, on the thread that loaded it.
 
     ``vocab_size``: width of the logits; every token id below it is valid.
-    ``max_model_len``: the most tokens (prompt and output together) the model was made for.
+    ``max_model_len``: context length, the most tokens of prompt and output together.
     ``num_layers``, ``num_kv_heads``, ``head_dim``, ``dtype``: shape and type of the K/V of one token.
     """
 
@@ -44,24 +45,27 @@ class LoadedModel:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes that the keys and values of one token take in all layers."""
+        """Bytes of the keys and values of one token, over all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.size
 
 
 def load_folder(name: str, folder: Path) -> LoadedModel:
-    """Load what mlx-lm can load, refuse what the engine cannot run, and evaluate the rest."""
+    """Load the model in ``folder``; ``name`` is for messages. On the CPU its weights become fp32.
+
+    Raises ModelError if the files are damaged, mlx-lm cannot load them, or the engine cannot run the model.
+    """
     import mlx.core as mx
     import mlx_lm
 
     check_files(name, folder)
     try:
-        # lazy: a model that is refused is never read, and weights can be unpacked one by one.
+        # lazy: the weights of a refused model are never read, and `to_fp32` can unpack them one module at a time.
         model, tokenizer, config = mlx_lm.load(
             str(folder), lazy=True, return_config=True, tokenizer_config={"trust_remote_code": False}
         )
-    except Exception as error:  # whatever mlx-lm, transformers or the file raise, the caller gets one kind
+    except Exception as error:  # mlx-lm, transformers and the file raise many kinds
         raise ModelError(f"mlx-lm cannot load model {name!r} ({one_line(error)}); choose another model.") from error
-    _refuse_unless_dense(name, model)
+    _refuse_unshareable_kv(name, model)
     try:
         if on_cpu():
             to_fp32(model)
@@ -74,7 +78,7 @@ def load_folder(name: str, folder: Path) -> LoadedModel:
 
 
 def check_files(name: str, folder: Path) -> None:
-    """Raise ModelError unless the folder has a config and whole weight files, by their headers."""
+    """Raise ModelError unless the folder has a config and complete weight files, judged by their headers."""
     config = folder / "config.json"
     if not config.is_file():
         raise ModelError(f"{folder} holds no config.json; give the folder of a model in mlx-lm's format.")
@@ -96,7 +100,7 @@ def check_files(name: str, folder: Path) -> None:
 
 
 def check_safetensors(path: Path, what: str = "the model") -> None:
-    """Raise ModelError if the file is shorter than its own header says (format: huggingface/safetensors)."""
+    """Raise ModelError if the file is no safetensors file, or is shorter than its header says."""
     try:
         size_bytes = path.stat().st_size
         with path.open("rb") as file:
@@ -112,8 +116,8 @@ def check_safetensors(path: Path, what: str = "the model") -> None:
         raise ModelError(f"{path} is cut off ({size_bytes} of {expected_bytes} bytes are there); fetch {what} again.")
 
 
-def _refuse_unless_dense(name: str, model: Module) -> None:
-    """Raise ModelError for a model whose K/V cannot live in plain blocks."""
+def _refuse_unshareable_kv(name: str, model: Module) -> None:
+    """Raise ModelError for a model whose K/V cannot be kept in blocks and shared: it must have full attention."""
     from mlx_lm.models.cache import KVCache, make_prompt_cache
 
     kinds = {type(cache).__name__ for cache in make_prompt_cache(model) if type(cache) is not KVCache}
@@ -122,7 +126,7 @@ def _refuse_unless_dense(name: str, model: Module) -> None:
             f"model {name!r} is not dense: it keeps {', '.join(sorted(kinds))} where this engine needs plain "
             "K/V for every token (no sliding window, no recurrent state); choose a model with full attention."
         )
-    # Its rotation depends on the length of the whole text, so a cached block would be wrong for a longer one.
+    # This rotation depends on the total length, so the keys of a cached block would be wrong in a longer prompt.
     if any(type(module).__name__ == "DynamicNTKScalingRoPE" for module in model.modules()):
         raise ModelError(
             f"model {name!r} uses dynamic-NTK rope, whose keys change with the length of the text and so "
@@ -131,7 +135,7 @@ def _refuse_unless_dense(name: str, model: Module) -> None:
 
 
 def to_fp32(model: Module) -> None:
-    """Unpack and widen all weights in place, one module at a time, so that the peak stays near the result."""
+    """Dequantize and cast all weights to fp32 in place, one module at a time, so that peak memory stays low."""
     import mlx.core as mx
     from mlx.nn.layers.embedding import Embedding
     from mlx.nn.layers.linear import Linear
@@ -160,17 +164,17 @@ def to_fp32(model: Module) -> None:
             if "bias" in module:
                 plain.bias = module.bias
             model.update_modules(tree_unflatten([(name, plain)]))
-            module.clear()  # the list above still holds the packed module: let its arrays go
+            module.clear()  # the list above still references the quantized module: release its arrays
             module = plain
         if not module.children():
             module.set_dtype(mx.float32)
             mx.eval(module.parameters())
-    model.set_dtype(mx.float32)  # parameters that stand beside submodules
+    model.set_dtype(mx.float32)  # parameters of modules that also have submodules
     mx.clear_cache()
 
 
 def max_model_len(config: dict[str, Any]) -> int:
-    """Return the longest text the model was made for, in tokens, from the many names configs give it."""
+    """Return the model's context length in tokens, from the first known config key; 2,048 without one."""
     places = [config, config["text_config"]] if isinstance(config.get("text_config"), dict) else [config]
     for place in places:
         for key in ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length", "seq_length"):
@@ -180,15 +184,15 @@ def max_model_len(config: dict[str, Any]) -> int:
 
 
 def measure(name: str, model: Module, tokenizer: TokenizerWrapper, max_model_len: int) -> LoadedModel:
-    """Run one token and read the shapes off what comes out: configs name them in too many ways.
+    """Run one token and read the shapes from its K/V and logits, because configs name them in many ways.
 
-    The token also evaluates what is no weight, like the frequencies of a rope: a lazy array must not meet another
-    thread.
+    This also evaluates arrays that are not weights, such as rope frequencies: a lazy array must not be evaluated on
+    another thread. Raises ModelError if the model fails, or if its layers have K/V of different shapes.
     """
     import mlx.core as mx
     from mlx_lm.models.cache import make_prompt_cache
 
-    # The engine checks lengths itself and says so in one sentence; transformers would warn on standard error before.
+    # Suppress the length warning of transformers on standard error: the engine checks lengths itself.
     tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
     mx.eval(model.parameters())
     caches = make_prompt_cache(model)
@@ -196,7 +200,7 @@ def measure(name: str, model: Module, tokenizer: TokenizerWrapper, max_model_len
         logits = model(mx.array([[0]]), cache=caches)
         mx.eval(logits)
         shapes = {(tuple(half.shape), half.dtype) for cache in caches for half in (cache.keys, cache.values)}
-    except Exception as error:  # the model's own code: anything can come out of it
+    except Exception as error:  # the model's own code may raise anything
         raise ModelError(f"model {name!r} fails on one token ({one_line(error)}); choose another model.") from error
     if len(shapes) != 1:
         raise ModelError(
@@ -222,7 +226,7 @@ def measure(name: str, model: Module, tokenizer: TokenizerWrapper, max_model_len
 
 
 def on_cpu() -> bool:
-    """Whether MLX computes on the CPU, where all weights are fp32."""
+    """Whether MLX computes on the CPU, where this engine uses fp32 weights."""
     import mlx.core as mx
 
     return mx.default_device().type == mx.DeviceType.cpu

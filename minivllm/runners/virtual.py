@@ -1,9 +1,9 @@
-"""A runner that computes nothing: a cost model moves a clock, and a stand-in draws the tokens.
+"""A runner without a model: a cost model advances a virtual clock, and tokens are drawn from a hash.
 
-To the engine it is like a real one, so that scheduling, publication and coordination run as they are, in
-no time and the same on every machine. Tokens are a function of all that a real model's would depend on: the prompt,
-the adapter, what stands behind multimodal tokens, the sampling and the place. Equal requests draw equal tokens. Blocks
-hold nothing, so there is nothing to copy. Must not import MLX.
+To the engine it is like a real runner, so scheduling, publication and coordination run unchanged, at once, and with the
+same result on every machine. A token depends on all that a real model's token depends on: the prompt, the adapter, the
+content of multimodal items, the position and, above temperature 0, the seed. So equal requests draw equal tokens.
+Blocks hold no K/V, so block copies need no work. Must not import MLX.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _VOWELS = "aeiou"
 
 
 class VirtualTokenizer:
-    """Bytes as token ids 0 to 255; ids above stand for made-up syllables, so that output can be read."""
+    """Token ids 0 to 255 are bytes; higher ones decode to made-up syllables, so that output is readable."""
 
     def encode(self, text: str) -> list[int]:
         """Return the UTF-8 bytes of ``text``."""
         return list(text.encode("utf-8", "surrogatepass"))
 
     def decode(self, token_ids: list[int]) -> str:
-        """Return the text of some tokens."""
+        """Return the text of the tokens."""
         detokenizer = self.detokenizer
         out = []
         for token_id in token_ids:
@@ -86,11 +86,11 @@ def _syllables(number: int) -> str:
 
 
 class VirtualRunner:
-    """The stand-in for a model and its device.
+    """Simulates a model and its device.
 
-    ``on_step`` is called with each step before it counts: a lab or a test may raise there, as a device would, or abort
-    requests of the step, whose rows are then not computed. ``adapters`` are the names that requests may use; without
-    any, every name will do.
+    ``on_step`` is called with each step before the clock advances. A lab or a test may raise there, as a device would,
+    or abort requests of the step; their rows are then not computed. ``adapters`` are the names that requests may use
+    (None: any name).
     """
 
     name = "virtual"
@@ -117,10 +117,10 @@ class VirtualRunner:
         self._digests: dict[str, bytes] = {}
 
     def allocate(self, num_blocks: int, block_size: int) -> None:
-        """There is no pool."""
+        """Do nothing: there is no K/V pool."""
 
     def execute(self, step: ScheduledStep) -> dict[str, int | RowError]:
-        """Let the step's time pass and draw the tokens."""
+        """Advance the clock by the cost of the step, and draw the tokens. Returns them by request id."""
         if self._on_step is not None:
             self._on_step(step)
         rows = [row for row in step.rows if not row.is_withdrawn]
@@ -130,11 +130,11 @@ class VirtualRunner:
         return {request.request_id: self._draw(request) for row in rows for request in row.sampled}
 
     def _draw(self, request: Request) -> int:
-        """Return a token that depends on the prompt, its keys, the place and, above temperature 0, the seed."""
+        """Return a token: a hash of the prompt, its extra keys, the position and, above temperature 0, the seed."""
         digest = self._digests.get(request.request_id)
         if digest is None:
             digest = _digest(request)
-            if not request.state.is_ended:  # a sample that was withdrawn is forgotten already
+            if not request.state.is_ended:  # `forget` was already called for a withdrawn sample
                 self._digests[request.request_id] = digest
         place = struct.pack("<Q", len(request.output_token_ids))
         number = int.from_bytes(hashlib.sha256(digest + place).digest()[:8], "little")
@@ -143,16 +143,16 @@ class VirtualRunner:
         return _FIRST_WORD + number % (self.vocab_size - _FIRST_WORD)
 
     def forget(self, request_id: str) -> None:
-        """Drop what is kept for a request."""
+        """Drop the digest of a request."""
         self._digests.pop(request_id, None)
 
     def close(self) -> None:
-        """Nothing to free."""
+        """Drop all digests; there is nothing else to free."""
         self._digests.clear()
 
 
 def _digest(request: Request) -> bytes:
-    """Return what stands for the model's state after the prompt. The salt is no part of it: it changes no K/V."""
+    """Return a digest in place of the model's state after the prompt. Without the cache salt: it changes no K/V."""
     tokens = request.prompt_token_ids
     digest = hashlib.sha256(struct.pack(f"<{len(tokens)}Q", *tokens)).digest()
     for key in request.extra_keys:

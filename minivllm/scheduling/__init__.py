@@ -5,10 +5,11 @@ preemption, samples of one prompt. Must not know when blocks are published, who 
 computed: it asks its hooks. It is a part of its own, below the engine, so that the configuration can name its policies
 without knowing the engine.
 
-Read `policies` (who is more important), then `scheduler`.
+Read `policies` (who is more important), `hooks` (what is asked of others), then `scheduler`.
 """
 
+from minivllm.scheduling.hooks import SchedulerHooks, Verdict
 from minivllm.scheduling.policies import ADMISSIONS, SCHEDULING_POLICIES, SchedulingPolicy
-from minivllm.scheduling.scheduler import Scheduler, SchedulerHooks, Verdict
+from minivllm.scheduling.scheduler import Scheduler
 
 __all__ = ["ADMISSIONS", "SCHEDULING_POLICIES", "Scheduler", "SchedulerHooks", "SchedulingPolicy", "Verdict"]

@@ -1,71 +1,42 @@
-"""Who runs in this step, and how many tokens.
+"""The scheduler: which requests run in a step, and how many tokens of each.
 
     arrive ──► waiting ──admit──► running ──► ended
                  ▲  ▲                │
        released  │  └──── preempted ─┘ (to the head of its rank)
                 held
 
-A step has a budget of tokens. Rows in decode come first (one token each), then running prefills, then requests
-admitted from the head of the waiting list, each with as much of its prompt as the budget leaves (chunked
-prefill). When blocks run out, a victim (of the least important running requests the newest) gives all of its own
-up and will compute again; a step that preempts admits nobody.
+Each step has a token budget. It goes first to requests in decode (one token each), then to running prefills, then to
+requests admitted from the head of the waiting list; a prefill gets as much as the budget leaves (chunked prefill).
 
-Knows requests, lists and numbers of tokens; it alone changes which list a request is in. Must not know when
-blocks are published, who waits for whom and why, or how a step is computed: it asks its `SchedulerHooks`.
+The waiting list is sorted by rank (given by the scheduling policy, lower first); within a rank, preempted requests come
+first, then the others by arrival. If a running request needs blocks and too few are free, the scheduler preempts: of
+the running requests with the highest rank, the last admitted frees all of its blocks and is computed again later. A
+step that preempts admits no request.
+
+Knows requests, lists and numbers of tokens; it alone moves a request between lists. Must not know when blocks are
+published, who waits for whom and why, or how a step is computed: it asks its `SchedulerHooks`.
 """
 
 from __future__ import annotations
 
 import bisect
-import enum
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from minivllm.cache.block_table import NOTHING_COMPUTED, ComputedBlocks
 from minivllm.cache.kv_cache_manager import KVCacheManager
 from minivllm.errors import UnknownRequestError
 from minivllm.log import events as ev
 from minivllm.request import Request, RequestState
+from minivllm.scheduling.hooks import SchedulerHooks, Verdict
 from minivllm.scheduling.policies import BY_CHUNK, WHOLE_PROMPT
 from minivllm.step import BlockCopy, Phase, ScheduledRow, ScheduledStep
 
 
-class Verdict(enum.Enum):
-    """What a `SchedulerHooks` says of a request that is about to be admitted."""
-
-    GO = "go"
-    HOLD = "hold"  # others compute what it needs, until it is released
-    LOOK_AGAIN = "look again"  # more has just been published for it
-
-
-class SchedulerHooks(Protocol):
-    """What the scheduler calls while it makes a step: all that it knows of coordination and publication."""
-
-    def may_admit(self, request: Request, computed: ComputedBlocks, budget_left: int) -> Verdict:
-        """Whether a waiting request may run, given what was found for it and the tokens that the step has left."""
-        ...
-
-    def admitted(self, request: Request) -> None:
-        """A request has become a running row, and knows what it recovered."""
-        ...
-
-    def preempted(self, request: Request) -> None:
-        """A running request has given its blocks up."""
-        ...
-
-    def allocated(self, request: Request, num_tokens: int) -> None:
-        """A row has blocks for its first ``num_tokens`` tokens, which this step will complete."""
-        ...
-
-
-# --- The scheduler ------------------------------------------------------------------------------------------
-
-
 @dataclass(slots=True)
-class _Plan:
-    """A row of the step that is being made."""
+class _PlannedRow:
+    """A row of the step, while it may still be withdrawn by a preemption."""
 
     request: Request
     num_tokens: int
@@ -73,18 +44,21 @@ class _Plan:
 
 
 def _place(request: Request) -> tuple[int, int]:
-    """Sort key of the waiting list. Sorting is stable: preempted requests keep their order."""
+    """Sort key of the waiting list. Preempted requests of one rank are equal: the last one preempted goes first."""
     return request.rank, -1 if request.state is RequestState.PREEMPTED else request.arrival
 
 
 class Scheduler:
     """The lists of requests, and the choice of each step's rows.
 
-    ``max_num_batched_tokens`` is the budget of a step, ``max_num_seqs`` the most running rows,
-    ``long_prefill_token_threshold`` the most prompt tokens of one request in a step (0: no such limit).
-    ``num_reserved_blocks`` (the watermark) stay free when a request is admitted beside running ones, so that these
-    can grow. With ``adoption`` running prefills look up again before each chunk; chunks then end at block
-    boundaries, because only there can blocks of others be taken.
+    ``max_num_batched_tokens`` is the token budget of a step, ``max_num_seqs`` the most running requests,
+    ``long_prefill_token_threshold`` the most tokens of one request in a step (0: no such limit). ``admission`` says
+    whether a request is admitted when its first chunk fits (`BY_CHUNK`) or only when all of its tokens would
+    (`WHOLE_PROMPT`). ``num_reserved_blocks`` (vLLM: the watermark) stay free when a request is admitted while others
+    run, so that these can grow.
+
+    With ``adoption`` a running prefill looks up its prefix again before each chunk and takes ("adopts") blocks that
+    others have published since. Its chunks then end at block boundaries, because it can take blocks only there.
     """
 
     def __init__(
@@ -104,7 +78,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.held: dict[str, Request] = {}
         self.samples: dict[str, list[Request]] = {}
-        self._first_of: dict[str, str] = {}  # the first sample that a further one is held behind
+        self._first_sample_of: dict[str, str] = {}  # held sample -> first sample, which computes the prompt
         self.budget_left = max_num_batched_tokens
         self._chunk_limit = long_prefill_token_threshold or max_num_batched_tokens
         self._manager = manager
@@ -119,12 +93,12 @@ class Scheduler:
     # -- Lists ---------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """A request takes its place in the waiting list: at its rank by arrival, behind preempted ones."""
+        """Insert a request into the waiting list by rank and arrival, behind preempted ones of its rank."""
         bisect.insort_right(self.waiting, request, key=_place)
 
     def hold(self, request: Request) -> None:
-        """A request leaves the waiting list until it is released."""
-        if self.waiting and self.waiting[-1] is request:  # it has just arrived: no search
+        """Move a request from the waiting list to the held requests, until it is released."""
+        if self.waiting and self.waiting[-1] is request:  # the usual case, a new arrival: no search
             self.waiting.pop()
         else:
             self.waiting.remove(request)
@@ -132,7 +106,7 @@ class Scheduler:
         self.held[request.request_id] = request
 
     def release(self, request_ids: Iterable[str]) -> None:
-        """Let held requests wait for admission, at their places by rank and arrival, behind preempted ones.
+        """Move held requests back to the waiting list, by rank and arrival, behind preempted ones of their rank.
 
         Raises UnknownRequestError for a request that is not held.
         """
@@ -144,7 +118,7 @@ class Scheduler:
             self.add(request)
 
     def remove(self, request: Request) -> None:
-        """Take a request that ends out of whichever list it is in."""
+        """Remove a request that ends from the list it is in."""
         if request.state is RequestState.RUNNING:
             self.running.remove(request)
         elif request.state is RequestState.HELD:
@@ -154,24 +128,24 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would have rows. Held requests wait for one that is in one of the two lists."""
+        """Whether a step can have rows. Held requests do not count: only progress of another request releases them."""
         return bool(self.waiting or self.running)
 
     # -- Samples of one prompt -----------------------------------------------------------------------------
 
     def expect_samples(self, first: Request, samples: Sequence[Request]) -> None:
-        """Further samples, held already, wait until ``first`` has computed the prompt: rows are kept for them."""
+        """Reserve rows for further samples, already held, until ``first`` has computed their common prompt."""
         if samples:
             self.samples[first.request_id] = list(samples)
-            self._first_of.update((sample.request_id, first.request_id) for sample in samples)
+            self._first_sample_of.update((sample.request_id, first.request_id) for sample in samples)
 
     def leave_samples(self, request: Request) -> Request | None:
-        """A request has ended: as a further sample it is expected no more.
+        """Remove an ended request from the samples of its prompt.
 
-        Of a first one whose samples still wait, return the sample that takes its place: the others are behind it now,
-        and it is held until it is released.
+        If it was the first sample and others are held behind it, return the one that takes its place. The rest are
+        behind that one now; it is itself still held, and the caller releases it. Otherwise return None.
         """
-        first_id = self._first_of.pop(request.request_id, None)
+        first_id = self._first_sample_of.pop(request.request_id, None)
         if first_id is not None:
             self.samples[first_id].remove(request)
             if not self.samples[first_id]:
@@ -179,37 +153,38 @@ class Scheduler:
             return None
         heir, *rest = self.samples.pop(request.request_id, [None])
         if heir is not None:
-            del self._first_of[heir.request_id]
+            del self._first_sample_of[heir.request_id]
             self.expect_samples(heir, [sample for sample in rest if sample is not None])
         return heir
 
     def fork(self, first: Request) -> list[Request]:
-        """The prompt of ``first`` is computed: its further samples run now, on the same blocks. Returns them."""
+        """Start the held samples of ``first``, whose prompt is computed, on the same blocks. Returns these samples."""
         samples = self.samples.pop(first.request_id, [])
         if samples:
             self._manager.fork(first, samples)
         for sample in samples:
-            del self.held[sample.request_id], self._first_of[sample.request_id]
+            del self.held[sample.request_id], self._first_sample_of[sample.request_id]
             sample.move_to(RequestState.RUNNING)
             sample.num_computed_tokens = first.num_computed_tokens
             self.running.append(sample)
         return samples
 
     def _num_rows(self) -> int:
-        """Rows that run, and rows that samples will take when their prompt is computed."""
+        """Return the number of running requests, plus the rows reserved for their held samples."""
         return len(self.running) + sum(len(self.samples.get(r.request_id, ())) for r in self.running)
 
     # -- A step --------------------------------------------------------------------------------------------
 
     def schedule(self, number: int) -> ScheduledStep:
         """Choose the rows of step ``number`` and allocate their blocks."""
-        planned: dict[str, _Plan] = {}
+        planned: dict[str, _PlannedRow] = {}
         self.budget_left = self._budget
         preempted = self._schedule_running(planned)
         if not preempted:
             self._admit_waiting(planned)
         rows = [self._row(plan) for plan in planned.values()]
-        # One that resumes with all but its last token recovered is in decode, and was admitted after prefills.
+        # Decode goes first. A preempted request is admitted after prefills, yet is in decode if only its last token
+        # is not cached.
         rows.sort(key=lambda row: row.phase is not Phase.DECODE)
         self._emit(
             ev.StepScheduled(
@@ -221,8 +196,8 @@ class Scheduler:
         copies = tuple([plan.copy for plan in planned.values() if plan.copy is not None])
         return ScheduledStep(number, tuple(rows), copies)
 
-    def _schedule_running(self, planned: dict[str, _Plan]) -> bool:
-        """Phase 1: rows that run already, decode first. Returns whether a request was preempted."""
+    def _schedule_running(self, planned: dict[str, _PlannedRow]) -> bool:
+        """Phase 1: running requests, decode before prefill. Returns whether a request was preempted."""
         preempted = False
         decoding = [request for request in self.running if request.is_decoding]
         prefilling = [request for request in self.running if not request.is_decoding]
@@ -234,8 +209,8 @@ class Scheduler:
                 adopted = self._manager.get_adoptable_blocks(request)
             count = self._chunk(request, adopted)
             while not self._manager.has_room(request, count, adopted):
-                # The newest has the least to lose. It may be a row of this step already: then it is taken
-                # back, and its blocks with it, before anything was computed in them.
+                # The last admitted has the least to recompute. If it already has a row in this step, the row is
+                # withdrawn: nothing is computed in its blocks yet.
                 victim = self._victim()
                 self._preempt(victim)
                 preempted = True
@@ -245,16 +220,16 @@ class Scheduler:
                 if victim is request:
                     break
             if request.state is RequestState.RUNNING:
-                self._plan(planned, request, count, adopted)
+                self._add_row(planned, request, count, adopted)
                 self._hooks.allocated(request, request.num_computed_tokens + count)
                 request.num_adopted_tokens += adopted.num_tokens
         return preempted
 
-    def _admit_waiting(self, planned: dict[str, _Plan]) -> None:
-        """Phase 2: admit from the head of the waiting list while rows, budget and blocks last.
+    def _admit_waiting(self, planned: dict[str, _PlannedRow]) -> None:
+        """Phase 2: admit requests from the head of the waiting list while rows, budget and blocks last.
 
-        Nobody overtakes the head: a request that needs much room is not starved by small ones behind it. One that
-        is held, because others are computing what it needs, leaves the list and is not the head any more.
+        No request overtakes the head, so that small requests do not starve a large one. A request that the hooks hold
+        leaves the list, and the next one becomes the head.
         """
         while self.waiting and self.budget_left > 0:
             request = self.waiting[0]
@@ -265,7 +240,7 @@ class Scheduler:
             resumed = request.state is RequestState.PREEMPTED
             verdict = Verdict.GO if resumed else self._hooks.may_admit(request, computed, self.budget_left)
             if verdict is Verdict.GO and self.waiting[0] is not request:
-                continue  # the answer let somebody go who comes first
+                continue  # may_admit released a request that is the head now
             if verdict is not Verdict.GO:
                 if verdict is Verdict.HOLD:
                     self.hold(request)
@@ -277,16 +252,16 @@ class Scheduler:
             request.move_to(RequestState.RUNNING)
             self.running.append(request)
             self._emit(ev.RequestAdmitted(request.request_id, resumed))
-            # Counted here and not at the look-up, so that a refused request is counted once.
+            # Reported here and not at the look-up: a request that finds no room is looked up again in the next step.
             self._emit(ev.PrefixLookedUp(request.request_id, request.num_tokens, computed.num_tokens, resumed))
             if not resumed:
                 request.num_recovered_tokens = computed.num_tokens
-            self._plan(planned, request, count, computed)
+            self._add_row(planned, request, count, computed)
             self._hooks.admitted(request)
             self._hooks.allocated(request, request.num_computed_tokens + count)
 
     def _chunk(self, request: Request, computed: ComputedBlocks) -> int:
-        """Return how many tokens of the request fit in the step, after those found in ``computed``."""
+        """Return how many tokens of the request this step computes, after the hits in ``computed``."""
         known = request.num_computed_tokens + computed.num_tokens
         count = min(request.num_tokens - known, self.budget_left, self._chunk_limit)
         if self._adoption and known + count < request.num_tokens:
@@ -296,9 +271,9 @@ class Scheduler:
         return count
 
     def _may_take_room(self, request: Request, count: int, computed: ComputedBlocks) -> bool:
-        """Whether a request may be admitted with ``count`` tokens now.
+        """Whether there is room to admit a request with a chunk of ``count`` tokens.
 
-        Alone it always may if the chunk fits: nobody could ever make more room for it.
+        If no request runs, it is enough that the chunk fits: no other request could free more blocks.
         """
         if not self.running:
             return self._manager.has_room(request, count, computed)
@@ -309,17 +284,17 @@ class Scheduler:
         return self._manager.has_room(request, count, computed, num_spare=spare)
 
     def _num_blocks_to_come(self, request: Request) -> int:
-        """Blocks that a running request has no room for yet, and was promised with its whole prompt."""
+        """Return how many blocks a running request still needs for all of its tokens, reserved under `WHOLE_PROMPT`."""
         return self._manager.num_blocks_for(request.num_tokens) - len(self._manager.block_ids(request.request_id))
 
-    def _plan(self, planned: dict[str, _Plan], request: Request, count: int, computed: ComputedBlocks) -> None:
-        """Make a row: take the blocks that were found, and new ones for ``count`` tokens."""
+    def _add_row(self, planned: dict[str, _PlannedRow], request: Request, count: int, computed: ComputedBlocks) -> None:
+        """Add a row to the step: allocate the hits and new blocks for ``count`` tokens."""
         copy = self._manager.allocate_slots(request, count, computed)
         request.num_computed_tokens += computed.num_tokens
-        planned[request.request_id] = _Plan(request, count, copy)
+        planned[request.request_id] = _PlannedRow(request, count, copy)
         self.budget_left -= count
 
-    def _row(self, plan: _Plan) -> ScheduledRow:
+    def _row(self, plan: _PlannedRow) -> ScheduledRow:
         request, count = plan.request, plan.num_tokens
         sampled: tuple[Request, ...] = ()
         if request.num_computed_tokens + count == request.num_tokens:
@@ -334,12 +309,12 @@ class Scheduler:
         )
 
     def _victim(self) -> Request:
-        """Return who must give way: of the highest rank, the one that was admitted last."""
+        """Return the request to preempt: of those with the highest rank, the last admitted."""
         worst = max(request.rank for request in self.running)
         return next(request for request in reversed(self.running) if request.rank == worst)
 
     def _preempt(self, request: Request) -> None:
-        """Give all of a running request's blocks up and put it at the head of those of its rank."""
+        """Free all blocks of a running request and put it back into the waiting list, at the head of its rank."""
         self._emit(ev.RequestPreempted(request.request_id, request.num_computed_tokens))
         self._manager.free(request)
         request.num_computed_tokens = 0
