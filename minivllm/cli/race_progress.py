@@ -142,8 +142,9 @@ def _told(event: ev.Event) -> tuple[Sequence[str], str] | None:
             return [name], f"held behind {leader}"
         case ev.FlightHandedOver(to_id=name, from_id=old):
             return [name], f"leads now, as {old} has ended before its prompt was published"
-        case ev.FlightReleased(request_ids=names, leader_id=leader) if names:
-            return names, f"released: the prompt of {leader} is published"
+        case ev.FlightReleased(request_ids=names, leader_id=leader, reason=reason) if names:
+            why = "their prompt is cached now" if reason == "cached" else f"the prompt of {leader} is published"
+            return names, f"released: {why}"
         case ev.SampleHeld(request_id=name, first_id=first):
             return [name], f"held behind {first}, a sample of the same prompt"
         case ev.SampleLeads(from_id=old, to_id=name):

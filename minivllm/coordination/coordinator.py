@@ -51,6 +51,8 @@ class Coordinator:
     """
 
     name = "base"
+    asks_what_is_missing = False
+    """Whether `arrive` wants to know which blocks are missing: then each prompt is looked up when it comes in."""
     cost: CostModel | None = None
     """For coordinators that predict times. The engine sets that of its runner, if none is given."""
 
@@ -62,8 +64,12 @@ class Coordinator:
         self._emit = emit
         self._request_ids: set[str] = set()
 
-    def arrive(self, request: Request) -> Role:
-        """A request came in; the answer says whether it is held."""
+    def arrive(self, request: Request, missing: Sequence[BlockHash] | None = None) -> Role | None:
+        """A request came in; the answer says whether it is held.
+
+        ``missing`` are the prompt blocks that it could use and that are not published now (None: not known). Return
+        None if there is nothing to coordinate: then no more is reported of this request.
+        """
         self._request_ids.add(request.request_id)
         return Role.INDEPENDENT
 

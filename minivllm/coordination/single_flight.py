@@ -18,8 +18,9 @@ its two ways of release, is that of mini-vllm-rs.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from minivllm.cache.block_hash import BlockHash
 from minivllm.coordination.coordinator import NOBODY, Coordinator, Released
 from minivllm.coordination.flight import Flight, FlightKey
 from minivllm.coordination.release import ReleasePolicy
@@ -42,29 +43,45 @@ class PrefixCacheFlightCoordinator(Coordinator):
     """
 
     name = "single-flight"
+    asks_what_is_missing = True
 
     def __init__(self, release: ReleasePolicy, emit: Callable[[ev.Event], None]) -> None:
         super().__init__(release, emit)
         self._flight_by_key: dict[FlightKey, Flight] = {}
         self._flight_by_request: dict[str, Flight] = {}
+        self._flights_missing: dict[BlockHash, dict[int, Flight]] = {}
         self._next_flight_id = 0
 
-    def arrive(self, request: Request) -> Role:
-        """Join the flight of this prompt and these extra keys, or open it."""
+    def arrive(self, request: Request, missing: Sequence[BlockHash] | None = None) -> Role | None:
+        """Join the flight of this prompt and these extra keys, or open it.
+
+        A request that can find all it could ever use goes on its own: waiting would give it nothing.
+        """
+        if missing is not None and not missing:
+            return None
         key = (request.prompt_token_ids, request.extra_keys)
         flight = self._flight_by_key.get(key)
         if flight is None:
-            flight = Flight(self._next_flight_id, key, request.request_id, OrderedDict())
+            wanted: set[BlockHash] | None = None if missing is None else set()
+            flight = Flight(self._next_flight_id, key, request, OrderedDict(), wanted)
             self._next_flight_id += 1
+            self._wait_for(flight, missing)
             self.flights[flight.flight_id] = flight
             self._flight_by_key[key] = flight
             self._flight_by_request[request.request_id] = flight
             self._emit(ev.FlightOpened(flight.flight_id, request.request_id))
             return Role.LEADER
-        flight.followers[request.request_id] = None
+        self._wait_for(flight, missing)  # what was found before may have been evicted since
+        flight.followers[request.request_id] = request
         self._flight_by_request[request.request_id] = flight
         self._emit(ev.FlightJoined(flight.flight_id, flight.leader_id, request.request_id))
         return Role.FOLLOWER
+
+    def _wait_for(self, flight: Flight, missing: Sequence[BlockHash] | None) -> None:
+        if flight.missing is not None:
+            for block_hash in missing or ():
+                flight.missing.add(block_hash)
+                self._flights_missing.setdefault(block_hash, {})[flight.flight_id] = flight
 
     def role_of(self, request_id: str) -> Role:
         """Return what the request is to single flight now."""
@@ -81,6 +98,35 @@ class PrefixCacheFlightCoordinator(Coordinator):
         if (role, action) not in FLIGHT_TRANSITIONS:
             raise UnknownRequestError(_REFUSALS[action].format(request_id=request_id))
         return role
+
+    def published(self, request_id: str, hashes: Sequence[BlockHash]) -> Released:
+        """Close each flight whose prompt can be found whole now, whoever has published it.
+
+        A leader closes its own flight by ending, or in `prompt_published`, if it is about to do either.
+        """
+        released: list[str] = []
+        for block_hash in hashes:
+            for flight in list(self._flights_missing.get(block_hash, {}).values()):
+                assert flight.missing is not None
+                if flight.leader_id == request_id and self._is_about_to_close(flight):
+                    continue
+                flight.missing.discard(block_hash)
+                self._no_longer_missing(block_hash, flight)
+                if not flight.missing:
+                    released += self._close(flight, "cached")
+                    self.released_request_ids.add(flight.leader_id)
+        return tuple(released)
+
+    def _is_about_to_close(self, flight: Flight) -> bool:
+        leader = flight.leader
+        prompt_is_computed = leader.num_computed_tokens >= leader.num_prompt_tokens
+        return leader.finish_reason is not None or (prompt_is_computed and self.wants_prompt(leader.request_id))
+
+    def _no_longer_missing(self, block_hash: BlockHash, flight: Flight) -> None:
+        flights = self._flights_missing[block_hash]
+        del flights[flight.flight_id]
+        if not flights:
+            del self._flights_missing[block_hash]
 
     def wants_prompt(self, request_id: str) -> bool:
         """Whether this is the leader of an open flight that is released after prefill."""
@@ -122,6 +168,8 @@ class PrefixCacheFlightCoordinator(Coordinator):
         """Remove the flight and its index entries; its followers are released."""
         followers = tuple(flight.followers)
         del self.flights[flight.flight_id], self._flight_by_key[flight.key]
+        for block_hash in flight.missing or ():
+            self._no_longer_missing(block_hash, flight)
         for request_id in (flight.leader_id, *followers):
             del self._flight_by_request[request_id]
         self.released_request_ids.update(followers)
@@ -132,7 +180,7 @@ class PrefixCacheFlightCoordinator(Coordinator):
         """Make the oldest follower the leader; the others wait for it."""
         old = flight.leader_id
         del self._flight_by_request[old]
-        flight.leader_id, _ = flight.followers.popitem(last=False)
+        _, flight.leader = flight.followers.popitem(last=False)
         self._emit(ev.FlightHandedOver(flight.flight_id, old, flight.leader_id))
         return (flight.leader_id,)
 
@@ -150,6 +198,14 @@ class PrefixCacheFlightCoordinator(Coordinator):
             raise InvariantError("the index of flights has an entry without a flight")
         if members != self._flight_by_request:
             raise InvariantError("the index of requests differs from the flights")
+        missing: dict[BlockHash, set[int]] = {}
+        for flight in self.flights.values():
+            if flight.missing is not None and not flight.missing:
+                raise InvariantError(f"flight {flight.flight_id} is open and waits for nothing")
+            for block_hash in flight.missing or ():
+                missing.setdefault(block_hash, set()).add(flight.flight_id)
+        if {block_hash: set(flights) for block_hash, flights in self._flights_missing.items()} != missing:
+            raise InvariantError("the index of missing blocks differs from the flights")
         both = self.released_request_ids & members.keys()
         if both:
             raise InvariantError(f"requests {sorted(both)} are released and still in a flight")

@@ -68,20 +68,32 @@ class BlockSharing:
         self.config, self.coordinator = config, coordinator
 
     def arrive(self, request: Request) -> bool:
-        """Report a new request to the coordinator. Returns whether the scheduler must hold it."""
-        self._coordinated.add(request.request_id)
-        return self.coordinator.arrive(request) is Role.FOLLOWER
+        """Report a new request to the coordinator. Returns whether it is to be held."""
+        if not self.config.enable_prefix_caching:  # nothing is published, so there is nothing to wait for
+            return False
+        missing = None
+        if self.coordinator.asks_what_is_missing:
+            found = len(self._manager.get_computed_blocks(request).block_ids)
+            missing = self._manager.chain_hashes(request)[found : self._num_usable(request)]
+        role = self.coordinator.arrive(request, missing)
+        if role is not None:
+            self._coordinated.add(request.request_id)
+        return role is Role.FOLLOWER
+
+    def _num_usable(self, request: Request) -> int:
+        """Blocks that the request could take from the cache: its last token is computed in any case."""
+        return (request.num_tokens - 1) // self._manager.block_size
 
     # -- Hooks of the scheduler ----------------------------------------------------------------------------
 
     def may_admit(self, request: Request, computed: ComputedBlocks, budget_left: int) -> Verdict:
-        """Ask the coordinator whether a waiting request may run, given its cached prefix."""
-        if request.request_id not in self._coordinated or not self.config.enable_prefix_caching:
+        """Ask the coordinator whether a waiting request may run, given what is published for it."""
+        if request.request_id not in self._coordinated:
             return Verdict.GO
         outlook = Outlook(
             hashes=self._manager.chain_hashes(request),
             num_found=len(computed.block_ids),
-            num_usable=(request.num_tokens - 1) // self._manager.block_size,
+            num_usable=self._num_usable(request),
             block_size=self._manager.block_size,
             chunk_limit=self.config.chunk_limit,
             budget=self.config.max_num_batched_tokens,
@@ -136,6 +148,7 @@ class BlockSharing:
         self._emit(ev.PrefillFinished(request.request_id))
         if self.coordinator.wants_prompt(request.request_id):
             self._publish(request, request.num_prompt_tokens)
+        if self.coordinator.wants_prompt(request.request_id):  # not if the publication has released everybody
             self._release(self.coordinator.prompt_published(request.request_id))
 
     def publish_visible(self, request: Request, moment: Moment, num_tokens: int) -> None:

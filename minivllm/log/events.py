@@ -432,8 +432,8 @@ class FlightJoined(Event):
 class FlightReleased(Event):
     """The flight is over; its followers are released and may be admitted.
 
-    ``reason`` is "prefill" (the leader's prompt is published), "finished" (the leader ended), or "aborted" /
-    "failed" (the leader ended so, with nothing left to wait for).
+    ``reason`` is "prefill" (the leader's prompt is published), "cached" (others have published what was still missing
+    of it), "finished" (the leader ended), or "aborted" / "failed" (the leader ended so, with nothing left to wait for).
     """
 
     flight_id: int

@@ -211,8 +211,9 @@ def _flight_joined(state: State, e: ev.FlightJoined) -> None:
 
 def _flight_released(state: State, e: ev.FlightReleased) -> None:
     del state.flights[e.flight_id]
-    if e.reason == "prefill":
-        state.requests[e.leader_id].act(FlightAction.PUBLISH)
+    if e.reason in ("prefill", "cached"):  # the leader goes on
+        action = FlightAction.PUBLISH if e.reason == "prefill" else FlightAction.RELEASE
+        state.requests[e.leader_id].act(action)
         state.released_request_ids.add(e.leader_id)
     for request_id in e.request_ids:
         state.requests[request_id].act(FlightAction.RELEASE)

@@ -64,7 +64,7 @@ class FlightAction(enum.Enum):
     OPEN = "open"  # arrives, and nobody computes the same prompt
     JOIN = "join"  # arrives while a flight of the same prompt is open
     PUBLISH = "publish"  # has published its prompt: the flight is over
-    RELEASE = "release"  # the flight is over
+    RELEASE = "release"  # the flight is over: its prompt is published, by its leader or by others, or its leader ended
     LEAD = "lead"  # the leader ended too early: this one computes now
     END = "end"  # the request has ended, in whatever way
 
@@ -73,6 +73,7 @@ FLIGHT_TRANSITIONS: dict[tuple[Role, FlightAction], Role] = {
     (Role.INDEPENDENT, FlightAction.OPEN): Role.LEADER,
     (Role.INDEPENDENT, FlightAction.JOIN): Role.FOLLOWER,
     (Role.LEADER, FlightAction.PUBLISH): Role.RELEASED,
+    (Role.LEADER, FlightAction.RELEASE): Role.RELEASED,
     (Role.FOLLOWER, FlightAction.RELEASE): Role.RELEASED,
     (Role.FOLLOWER, FlightAction.LEAD): Role.LEADER,
     (Role.LEADER, FlightAction.END): Role.INDEPENDENT,

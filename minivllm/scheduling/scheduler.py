@@ -253,7 +253,8 @@ class Scheduler:
             self.running.append(request)
             self._emit(ev.RequestAdmitted(request.request_id, resumed))
             # Reported here and not at the look-up: a request that finds no room is looked up again in the next step.
-            self._emit(ev.PrefixLookedUp(request.request_id, request.num_tokens, computed.num_tokens, resumed))
+            queried = request.num_tokens if self._manager.enable_prefix_caching else 0  # else nothing was looked up
+            self._emit(ev.PrefixLookedUp(request.request_id, queried, computed.num_tokens, resumed))
             if not resumed:
                 request.num_recovered_tokens = computed.num_tokens
             self._add_row(planned, request, count, computed)

@@ -744,15 +744,17 @@ def test_a_follower_is_let_go_when_what_it_waits_for_is_there(publication: str, 
 
 
 @fact("fault-publication-moment")
-def test_a_leader_whose_prompt_was_cached_and_that_is_cancelled_lets_everybody_go() -> None:
+def test_with_a_cached_prompt_nobody_is_held_so_that_an_abort_keeps_nobody_waiting() -> None:
     core = small_core(coordination="single-flight", release="on-completion", num_blocks=32)
     serve(core, PROMPT)
-    leader = core.submit(PROMPT, max_tokens=5)
-    followers = [core.submit(PROMPT, max_tokens=2) for _ in range(3)]
-    step(core, 2)
-    core.abort(leader.request_id)
-    assert [request.state for request in followers] == [RequestState.WAITING] * 3
+    first = core.submit(PROMPT, max_tokens=5)
+    others = [core.submit(PROMPT, max_tokens=2) for _ in range(3)]
+    assert [request.state for request in others] == [RequestState.WAITING] * 3
+    step(core)
+    core.abort(first.request_id)
+    assert [request.state for request in others] == [RequestState.RUNNING] * 3
     finish(core)
+    assert [request.state for request in others] == [RequestState.FINISHED] * 3
 
 
 @fact("fault-publication-moment")

@@ -740,8 +740,8 @@ EDITS: tuple[Edit, ...] = (
     Edit(
         "scheduling/scheduler",
         "resuming-is-not-said",
-        "request.num_tokens, computed.num_tokens, resumed))",
-        "request.num_tokens, computed.num_tokens, False))",
+        "queried, computed.num_tokens, resumed))",
+        "queried, computed.num_tokens, False))",
     ),
     Edit(
         "scheduling/scheduler",
@@ -939,8 +939,8 @@ EDITS: tuple[Edit, ...] = (
     Edit(
         "coordination/single_flight",
         "everybody-leads",
-        "        if flight is None:\n            flight = Flight(",
-        "        if True:\n            flight = Flight(",
+        "        if flight is None:\n            wanted: ",
+        "        if True:\n            wanted: ",
     ),
     # -- shared_prefix -------------------------------------------------------------------------------------------
     Edit(
@@ -1058,7 +1058,7 @@ EDITS: tuple[Edit, ...] = (
     Edit(
         "log/replay",
         "every-release-is-after-prefill",
-        '    if e.reason == "prefill":\n',
+        '    if e.reason in ("prefill", "cached"):',
         "    if True:\n",
     ),
     Edit(
@@ -1159,8 +1159,8 @@ EDITS: tuple[Edit, ...] = (
     Edit(
         "engine/sharing",
         "leaders-do-not-publish-their-prompt",
-        "            self._publish(request, request.num_prompt_tokens)\n",
-        "",
+        "            self._publish(request, request.num_prompt_tokens)",
+        "            pass",
     ),
     Edit(
         "engine/sharing",

@@ -187,7 +187,8 @@ class SlowCache:
     def _look_up(self, event: ev.PrefixLookedUp) -> None:
         asked = self.asked[event.request_id]
         pages = self.found(asked, 0)
-        expect("queried", last_of(event, "num_queried_tokens"), event.num_queried_tokens, len(asked.tokens))
+        queried = len(asked.tokens) if self.config.enable_prefix_caching else 0
+        expect("queried", last_of(event, "num_queried_tokens"), event.num_queried_tokens, queried)
         recovered = len(pages) * self.size
         expect("recovered", last_of(event, "num_recovered_tokens"), event.num_recovered_tokens, recovered)
         expect("resumed", last_of(event, "resumed"), event.resumed, asked.was_admitted)
@@ -198,7 +199,7 @@ class SlowCache:
         if not asked.was_admitted:
             asked.num_recovered = recovered
             asked.was_admitted = True
-            self.queried += len(asked.tokens)
+            self.queried += queried
 
     def _has_room_for_all(self, asked: _Asked, pages: list[int]) -> bool:
         """Whether one that was just admitted beside others has room for all of its tokens; alone it needs none."""
@@ -387,10 +388,12 @@ class SlowCache:
                 if any(self._key(names[0]) == self._key(name) for names in self.flights.values()):
                     raise Mismatch("flights", f"{name} opens a second flight of its prompt")
                 self.flights[flight] = [name]
+                self._misses_something(name)
             case ev.FlightJoined(flight_id=flight, request_id=name):
                 if self._key(self.flights[flight][0]) != self._key(name):
                     raise Mismatch("flights", f"{name} waits for a leader with another prompt or other keys")
                 self.flights[flight].append(name)
+                self._misses_something(name)
             case ev.FlightHandedOver(flight_id=flight, from_id=old, to_id=new):
                 expect("flights", "who hands over to whom", (old, new), tuple(self.flights[flight][:2]))
                 del self.flights[flight][0]
@@ -400,6 +403,12 @@ class SlowCache:
                 expect("flights", last_of(event, "request_ids"), (name, *names), tuple(self.flights.pop(flight)))
                 if reason == "prefill":
                     self._publish(name, self.asked[name].num_prompt)
+
+    def _misses_something(self, name: str) -> None:
+        """A request is coordinated only for blocks that it could use and cannot find now."""
+        asked = self.asked[name]
+        if not self.is_weak and len(self.found(asked, 0)) >= (asked.num_prompt - 1) // self.size:
+            raise Mismatch("flights", f"{name} is in a flight and can find all that it could ever use")
 
     def _key(self, name: str) -> tuple[ExtraKeys, tuple[int, ...]]:
         asked = self.asked[name]

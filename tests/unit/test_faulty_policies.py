@@ -25,7 +25,7 @@ from minivllm import (
 )
 from minivllm.bench.race import run_race
 from minivllm.bench.workloads import Race
-from minivllm.cache.block_hash import Sha256
+from minivllm.cache.block_hash import BlockHash, Sha256
 from minivllm.cache.block_pool import Block
 from minivllm.cache.eviction.policy import Placement
 from minivllm.cache.publication import Moment
@@ -56,10 +56,10 @@ class RaisesAtTheThird(IndependentCoordinator):
 
     name = "raises-at-the-third"
 
-    def arrive(self, request: Request) -> Role:
+    def arrive(self, request: Request, missing: Sequence[BlockHash] | None = None) -> Role | None:
         if request.request_id == "r2":
             raise ValueError("three is too many")
-        return super().arrive(request)
+        return super().arrive(request, missing)
 
 
 class ClosableRunner(VirtualRunner):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from minivllm.config import EngineConfig
 from minivllm.coordination.coordinator import NOBODY, IndependentCoordinator
 from minivllm.coordination.release import ReleaseAfterPrefill, ReleaseOnCompletion, ReleasePolicy
 from minivllm.coordination.single_flight import PrefixCacheFlightCoordinator
@@ -18,6 +19,7 @@ from minivllm.log.replay import fold
 from minivllm.log.state import RequestView, State
 from minivllm.log.states import FLIGHT_TRANSITIONS, FlightAction, Role
 from minivllm.request import Request, RequestState, Sampling, make_extra_keys
+from minivllm.runners.virtual import VirtualRunner
 from tests.unit.small import FULL_PROMPT, check, events_of, recovered, run, small_core, step
 
 PROMPT = (10, 11, 12, 13, 14)
@@ -205,7 +207,7 @@ def _lost_member(flights: PrefixCacheFlightCoordinator) -> None:
 
 
 def _leads_and_follows(flights: PrefixCacheFlightCoordinator) -> None:
-    flights.flights[0].followers["a"] = None
+    flights.flights[0].followers["a"] = request("a")
 
 
 def _released_and_held(flights: PrefixCacheFlightCoordinator) -> None:
@@ -244,12 +246,14 @@ def test_every_follower_recovers_the_prompt_whatever_publication_and_release(pub
     run(core)
     assert recovered(requests) == [0, 8, 8, 8]
     assert [row.role for row in Metrics.of(core.log).requests.values()] == ["leader"] + ["follower"] * 3
-    assert sum(event.reason in ("prefill", "finished") for event in events_of(core, ev.FlightReleased)) == 1
+    assert sum(event.reason in ("prefill", "finished", "cached") for event in events_of(core, ev.FlightReleased)) == 1
 
 
 @pytest.mark.parametrize("publication", ["on-completion", "incremental"])
 def test_followers_start_in_the_step_after_the_prefill_or_after_the_end(publication: str) -> None:
-    for release, first_step in (("after-prefill", 2), ("on-completion", 5)):
+    """What is published already is not waited for, whatever the release policy says."""
+    at_the_end = 5 if publication == "on-completion" else 2
+    for release, first_step in (("after-prefill", 2), ("on-completion", at_the_end)):
         core = flight_core(publication=publication, release=release)
         race(core, max_tokens=4)
         run(core)
@@ -278,16 +282,16 @@ def test_a_late_arrival_joins_while_the_leader_decodes_under_release_on_completi
 
 
 @pytest.mark.parametrize("publication", ["on-completion", "incremental"])
-def test_a_late_arrival_opens_a_new_flight_and_still_recovers_under_release_after_prefill(publication: str) -> None:
+def test_a_late_arrival_finds_the_prompt_and_waits_for_nobody_under_release_after_prefill(publication: str) -> None:
     core = flight_core(publication=publication, release="after-prefill")
     core.submit(FULL_PROMPT, max_tokens=6, request_id="a")
     late = core.submit(FULL_PROMPT, max_tokens=2, request_id="late", after=("a", 2))
     step(core, 2)
     assert late.state is RequestState.WAITING
-    assert [flight.leader_id for flight in core.coordinator.flights.values()] == ["late"]
+    assert core.coordinator.flights == {}
     run(core)
     assert late.num_recovered_tokens == 8
-    assert [event.leader_id for event in events_of(core, ev.FlightOpened)] == ["a", "late"]
+    assert [event.leader_id for event in events_of(core, ev.FlightOpened)] == ["a"]
 
 
 def test_salts_never_share_a_flight_nor_a_block_and_the_same_salt_shares_both() -> None:
@@ -353,14 +357,14 @@ def test_a_leader_that_ends_in_decode_with_nothing_published_hands_over(end: Req
 
 
 @pytest.mark.parametrize("end", [ABORTED, FAILED])
-def test_a_leader_that_ends_in_decode_with_its_prompt_published_releases_everybody(end: RequestState) -> None:
+def test_a_leader_that_ends_in_decode_with_its_prompt_published_has_released_everybody(end: RequestState) -> None:
     core = flight_core(release="on-completion", publication="incremental")
     requests = race(core, 3, max_tokens=8)
     step(core, 3)
     _end_early(core, "a", end)
     check(core)
-    assert [r.state for r in requests[1:]] == [RequestState.WAITING] * 2
-    assert events_of(core, ev.FlightReleased)[0].reason == end.value
+    assert [r.state for r in requests[1:]] == [RequestState.RUNNING] * 2
+    assert events_of(core, ev.FlightReleased)[0].reason == "cached"
     run(core)
     assert recovered(requests) == [0, 8, 8]
 
@@ -501,7 +505,9 @@ def _end_early(core: EngineCore, name: str, end: RequestState) -> None:
 def in_role(role: Role) -> PrefixCacheFlightCoordinator:
     """Return a coordinator to which request "x" is in this role; "a" leads where somebody else must."""
     names = {Role.INDEPENDENT: "", Role.LEADER: "xb", Role.FOLLOWER: "ax", Role.RELEASED: "ax"}
-    flights, _ = coordinator(*names[role], release=ReleaseAfterPrefill())
+    flights, _ = coordinator(release=ReleaseAfterPrefill())
+    for name in names[role]:
+        flights.arrive(request(name), [b"1"])
     if role is Role.RELEASED:
         flights.prompt_published("a")
     assert flights.role_of("x") is role
@@ -513,12 +519,12 @@ def act(flights: PrefixCacheFlightCoordinator, action: FlightAction) -> None:
     match action:
         case FlightAction.OPEN | FlightAction.JOIN:
             if action is FlightAction.JOIN:
-                flights.arrive(request("a"))
-            flights.arrive(request("x"))
+                flights.arrive(request("a"), [b"1"])
+            flights.arrive(request("x"), [b"1"])
         case FlightAction.PUBLISH:
             flights.prompt_published("x")
         case FlightAction.RELEASE:
-            flights.prompt_published("a")
+            flights.published("somebody else", [b"1"])
         case FlightAction.LEAD:
             flights.request_ended("a", ABORTED, prompt_is_published=False)
         case FlightAction.END:
@@ -551,3 +557,59 @@ def test_a_log_that_breaks_the_table_is_refused() -> None:
     fold(state, ev.FlightOpened(0, "a"))
     with pytest.raises(InvariantError, match="'open' of a request that is leader in its flight"):
         fold(state, ev.FlightOpened(1, "a"))
+
+
+# -- Nobody waits for what is there ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("release", ["on-completion", "after-prefill"])
+@pytest.mark.parametrize("publication", ["on-completion", "incremental"])
+def test_nobody_is_held_for_a_prompt_that_is_published_already(publication: str, release: str) -> None:
+    core = flight_core(publication=publication, release=release)
+    core.submit(FULL_PROMPT, max_tokens=1)
+    run(core)
+    again = race(core, 4, max_tokens=3)
+    assert [r.state for r in again] == [RequestState.WAITING] * 4
+    assert core.coordinator.flights == {}
+    run(core)
+    assert recovered(again) == [8] * 4
+
+
+def test_followers_are_released_when_another_request_publishes_what_they_wait_for() -> None:
+    """A longer prompt with the same beginning publishes as it goes; the leader, behind it, has not even begun."""
+    core = flight_core(publication="incremental", release="on-completion", max_num_batched_tokens=12)
+    core.submit([*FULL_PROMPT[:8], 90, 91, 92, 93], max_tokens=2, request_id="longer")
+    requests = race(core, 3)
+    step(core)
+    released = [e for e in events_of(core, ev.FlightReleased) if e.request_ids]
+    assert [(e.leader_id, e.request_ids, e.reason) for e in released] == [("a", ("b", "c"), "cached")]
+    assert core.coordinator.released_request_ids == {"longer", "a", "b", "c"}
+    check(core)
+    run(core)
+    assert recovered(requests) == [8] * 3
+
+
+def test_nothing_is_coordinated_without_a_full_block_or_with_caching_off() -> None:
+    for prompt, settings in ((FULL_PROMPT[:4], {}), (FULL_PROMPT, {"enable_prefix_caching": False})):
+        core = flight_core(**settings)
+        requests = [core.submit(prompt, max_tokens=2) for _ in range(3)]
+        assert [r.state for r in requests] == [RequestState.WAITING] * 3
+        run(core)
+        assert events_of(core, ev.FlightOpened) == []
+
+
+@pytest.mark.parametrize("release", ["on-completion", "after-prefill"])
+def test_single_flight_on_a_warm_cache_is_as_fast_as_no_coordination(release: str) -> None:
+    """The prompt is served once; then four identical requests, 64 tokens each, on the virtual clock."""
+    prompt = list(range(532))
+    ttft = {}
+    for coordination in ("independent", "single-flight"):
+        core = EngineCore(EngineConfig(coordination=coordination, release=release), VirtualRunner())
+        core.submit(prompt, max_tokens=1, request_id="first")
+        core.run()
+        for _ in range(4):
+            core.submit(prompt, max_tokens=64)
+        core.run()
+        figures = [each.ttft_ms or 0.0 for name, each in Metrics.of(core.log).requests.items() if name != "first"]
+        ttft[coordination] = sum(figures) / len(figures)
+    assert ttft["single-flight"] == ttft["independent"] < 56

@@ -173,7 +173,7 @@ const FOLDS = {
   },
   flight_released(s, e) {
     s.flights.delete(e.flight_id);
-    if (e.reason === "prefill") s.released.add(e.leader_id);
+    if (e.reason === "prefill" || e.reason === "cached") s.released.add(e.leader_id);
     for (const id of e.request_ids) {
       s.released.add(id);
       unhold(s, id);

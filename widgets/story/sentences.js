@@ -30,7 +30,7 @@ const STORY = {
   opened: (ids) => `Nobody in flight has ${ids.length > 1 ? "these prompts" : "this prompt"}, so ${names(ids)} ${ids.length > 1 ? "lead" : "leads"}.`,
   joined: (ids, d) => `${names(ids)} ${ids.length > 1 ? "ask" : "asks"} exactly what ${d.leader} asks, so ${ids.length > 1 ? "they are" : "it is"} held behind it.`,
   released: (ids, d) => {
-    const why = { prefill: `${d.leader}'s prompt is published`, finished: `${d.leader} has ended`, aborted: `${d.leader} was aborted`, failed: `${d.leader} failed`, published: `${d.leader} has published the awaited block`, ended: `${d.leader} has ended`, preempted: `${d.leader} was preempted` }[d.reason];
+    const why = { prefill: `${d.leader}'s prompt is published`, cached: "their prompt is cached now", finished: `${d.leader} has ended`, aborted: `${d.leader} was aborted`, failed: `${d.leader} failed`, published: `${d.leader} has published the awaited block`, ended: `${d.leader} has ended`, preempted: `${d.leader} was preempted` }[d.reason];
     return ids.length ? `${why}, so ${names(ids)} ${ids.length > 1 ? "are" : "is"} released.` : `${why}; nobody was held behind it.`;
   },
   handed: (ids, d) => `${d.from} ended before its prompt was published: ${names(ids)}, the oldest follower, leads now.`,

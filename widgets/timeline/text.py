@@ -19,6 +19,7 @@ _RELEASES = {
     "prefill": "its prompt is published",
     "finished": "it has ended",
     "published": "the awaited block is published",
+    "cached": "their prompt is cached now",
     "ended": "it has ended",
 }
 
