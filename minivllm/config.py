@@ -145,7 +145,7 @@ class EngineConfig:
     @property
     def num_reserved_blocks(self) -> int:
         """The watermark in blocks."""
-        return int(self.watermark * self.num_blocks)
+        return int(round(self.watermark * self.num_blocks, 6))  # .29 of 100 is 28.999999999999996 in floating point
 
     def replace(self, **changes: Any) -> EngineConfig:
         """Return a copy with some settings changed. Raises UnknownNameError for a setting that does not exist."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import math
 import numbers
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +33,9 @@ class RequestState(enum.Enum):
 
 
 MAX_SAMPLES = 128
+
+MAX_TEMPERATURE = 1e30
+"""Above, draws are as uniform as they can be, and a Python number may be too large for any float."""
 
 _ENDS = frozenset({RequestState.ABORTED, RequestState.FAILED})
 
@@ -80,9 +82,10 @@ class Sampling:
         object.__setattr__(self, "stop", tuple(self.stop))
         if not _is_int(self.max_tokens) or self.max_tokens < 1:
             raise InvalidRequestError(f"max_tokens is {self.max_tokens!r}; it must be a whole number of 1 or more")
-        if not _is_number(self.temperature) or not 0 <= self.temperature < math.inf:
+        if not _is_number(self.temperature) or not 0 <= self.temperature <= MAX_TEMPERATURE:
             raise InvalidRequestError(
-                f"temperature is {self.temperature!r}; it must be a number of 0 (greedy) or more, such as 0.7"
+                f"temperature is {self.temperature!r}; it must be a number of 0 (greedy) or more, "
+                f"such as 0.7, and at most {MAX_TEMPERATURE:g}"
             )
         if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
             raise InvalidRequestError(f"top_p is {self.top_p!r}; it must be above 0 and at most 1 (1 keeps all)")

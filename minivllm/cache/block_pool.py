@@ -66,7 +66,11 @@ class FreeBlockQueue:
         self.append_n(blocks)
 
     def popleft_n(self, num_blocks: int) -> list[Block]:
-        """Take blocks from the head, in their order. Raises OutOfBlocksError, with nothing changed, for too many."""
+        """Take blocks from the head, in their order.
+
+        Raises OutOfBlocksError, with nothing changed, for too many, and InvariantError for a number below 0.
+        """
+        check_count(num_blocks)
         if num_blocks > self.num_free:
             raise OutOfBlocksError(
                 f"{num_blocks} blocks were asked for and {self.num_free} are free; "
@@ -152,6 +156,14 @@ class FreeBlockQueue:
         return self.num_free
 
 
+def check_count(count: int) -> None:
+    """Raise InvariantError for a number of blocks or tokens that is none, such as -1 or 1.5."""
+    if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+        raise InvariantError(
+            f"{count!r} was given as a number of blocks or tokens; it must be a whole number of 0 or more"
+        )
+
+
 class Dropped(NamedTuple):
     """Blocks that lost one user: those that nobody uses now, and those that others still hold."""
 
@@ -181,8 +193,9 @@ class BlockPool:
         """Pop blocks from the head of the free queue and count one user for each. All or nothing.
 
         The blocks may still carry the hash of what they held: the caller forgets it before anything else.
-        Raises OutOfBlocksError, with nothing changed, if fewer are free.
+        Raises OutOfBlocksError, with nothing changed, if fewer are free, and InvariantError for a number below 0.
         """
+        check_count(num_blocks)
         if num_blocks > self.num_free:
             raise OutOfBlocksError(
                 f"{num_blocks} blocks were asked for and {self.num_free} of {self.num_blocks} are free; "

@@ -74,6 +74,7 @@ class Handle:
         self._tokens: list[Token] = []
         self._result: RequestResult | None = None
         self._error: BaseException | None = None
+        self._engine_died = False
         self._wakers: list[Callable[[], object]] = []
 
     @property
@@ -101,7 +102,7 @@ class Handle:
 
     def _outcome(self) -> RequestResult:
         if self._result is None:
-            kind = EngineDeadError if self._owner.is_over else RequestFailedError
+            kind = EngineDeadError if self._engine_died else RequestFailedError
             raise kind(
                 f"request {self.request_id!r} failed ({type(self._error).__name__}: {self._error})"
             ) from self._error
@@ -171,6 +172,8 @@ class Handle:
             if output.token_id is not None:
                 self._tokens.append(Token(output.token_id, output.text))
             self._result, self._error = result, output.error
+            # Now, and not when the result is asked for: the engine may be closed in good order later.
+            self._engine_died = output.error is not None and self._owner.is_over
             wakers, self._wakers = self._wakers, []
             self._changed.notify_all()
         for wake in wakers:

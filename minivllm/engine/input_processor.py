@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -122,6 +123,8 @@ class InputProcessor:
             name = next(each for each in fresh if not any(map(in_use, _sample_names(each, count))))
         elif not isinstance(name, str) or not name:
             raise InvalidRequestError(f"request_id is {name!r}; it must be a string of one character or more")
+        else:
+            checked_text(name, "request_id")
         sample_names = _sample_names(name, count)
         for each in sample_names:
             if in_use(each):
@@ -167,12 +170,12 @@ class InputProcessor:
 
     def _check_length(self, num_prompt: int, max_tokens: int) -> None:
         limit = self._runner.max_model_len
-        if num_prompt + max_tokens > limit:
+        # The token that comes out last needs no K/V and no position: the request ends with it.
+        if num_prompt + max_tokens - 1 > limit:
             raise InvalidRequestError(
                 f"the prompt has {num_prompt:,} tokens and max_tokens is {max_tokens:,}, together more than the "
                 f"{limit:,} that model {self._runner.name!r} can hold; shorten the prompt or lower max_tokens"
             )
-        # The last output token needs no K/V: no token is computed after it.
         needed = -(-(num_prompt + max_tokens - 1) // self._config.block_size)
         if needed > self._config.num_blocks:
             room = self._config.num_blocks * self._config.block_size
@@ -228,15 +231,15 @@ def make_sampling(sampling: Sampling | None, fields: dict[str, Any]) -> Sampling
         ) from None
 
 
-def checked_text(prompt: str) -> str:
-    """Return the prompt. Raises InvalidRequestError for half a surrogate pair, which no tokenizer can encode."""
+def checked_text(text: str, what: str = "the prompt") -> str:
+    """Return the text. Raises InvalidRequestError for half a surrogate pair, which nothing can encode or show."""
     try:
-        prompt.encode()
+        text.encode()
     except UnicodeEncodeError as error:
         raise InvalidRequestError(
-            f"character {error.start} of the prompt is half of a surrogate pair; remove it, it stands for no text"
+            f"character {error.start} of {what} is half of a surrogate pair; remove it, it stands for no text"
         ) from None
-    return prompt
+    return text
 
 
 def _checked_tokens(prompt: object, vocab_size: int) -> tuple[int, ...]:
@@ -246,10 +249,10 @@ def _checked_tokens(prompt: object, vocab_size: int) -> tuple[int, ...]:
     tokens = []
     for place, item in enumerate(prompt):
         try:
-            if isinstance(item, (bool, str, float)):
+            if isinstance(item, bool):
                 raise TypeError
-            token = int(item)
-        except (TypeError, ValueError):
+            token = operator.index(item)  # takes whole numbers of any library, and cuts none
+        except TypeError:
             raise InvalidRequestError(f"token {place} of the prompt is {item!r}; token ids are whole numbers") from None
         if not 0 <= token < vocab_size:
             raise InvalidRequestError(

@@ -14,6 +14,7 @@ import copy
 import queue
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
@@ -23,7 +24,7 @@ from minivllm.engine.core import EngineCore
 from minivllm.engine.handle import Handle, RequestResult
 from minivllm.engine.input_processor import Prepared
 from minivllm.engine.output import Output
-from minivllm.errors import EngineClosedError, EngineDeadError, MiniVLLMError, stopped_by
+from minivllm.errors import EngineClosedError, EngineDeadError, MiniVLLMError, describe, stopped_by
 from minivllm.log.metrics import Metrics
 from minivllm.request import RequestState
 from minivllm.step import Runner
@@ -196,9 +197,14 @@ class Worker:
         for listener in list(self.listeners):
             try:
                 listener()
-            except Exception:  # a view's fault is no reason to stop serving: it is not called again
+            except Exception as error:  # a view's fault is no reason to stop serving: it is not called again
                 with contextlib.suppress(ValueError):
                     self.listeners.remove(listener)
+                warnings.warn(
+                    f"a listener of the engine raised {describe(error)}; it is not called again",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
 
     def _end(self, core: EngineCore | None, crash: BaseException | None) -> None:
         """Close what is there and refuse what still comes, so that nobody waits for ever."""

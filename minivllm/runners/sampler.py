@@ -41,7 +41,7 @@ def draw(logits: mx.array, sampling: Sampling, seed: int, index: int) -> mx.arra
     if sampling.top_p >= 1 and not 0 < sampling.top_k < logits.size:
         return mx.random.categorical(scaled, key=key)
     order = mx.argsort(-scaled)
-    if sampling.top_k > 0:
+    if 0 < sampling.top_k < logits.size:  # a larger one keeps all, and may not fit a slice index
         order = order[: sampling.top_k]
     kept = scaled[order]
     if sampling.top_p < 1:
@@ -49,7 +49,8 @@ def draw(logits: mx.array, sampling: Sampling, seed: int, index: int) -> mx.arra
         # What lies above a token, without itself: the likeliest always stays, and the last one kept crosses
         # top_p.
         above = mx.cumsum(probabilities) - probabilities
-        kept = mx.where(above < sampling.top_p, kept, -mx.inf)
+        stays = mx.logical_or(above < sampling.top_p, mx.arange(kept.size) == 0)
+        kept = mx.where(stays, kept, -mx.inf)
     # Back in the order of the vocabulary, where each token has a random number of its own. In order of likelihood the
     # number would belong to the rank: two unlikely tokens that change places by a rounding error, as between a batch
     # and a row alone, would change the draw.

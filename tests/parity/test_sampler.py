@@ -149,3 +149,19 @@ def test_other_random_numbers_and_threads_change_no_draw() -> None:
     thread.start()
     thread.join()
     assert found == [expected]
+
+
+def test_the_likeliest_token_always_stays_however_small_top_p_is() -> None:
+    logits = mx.array([0.0, 3.0, 1.0, 2.9])
+    for top_p in (1e-46, 1e-30, 1e-9):
+        sampling = Sampling(temperature=1.0, top_p=top_p)
+        assert {draw(logits, sampling, 7, index).item() for index in range(8)} == {1}
+
+
+@pytest.mark.parametrize("top_k", [2**31, 2**40, 5])
+def test_a_top_k_beyond_the_vocabulary_keeps_all(top_k: int) -> None:
+    logits = mx.array([0.0, 3.0, 1.0, 2.9])
+    for index in range(8):
+        wide = Sampling(temperature=1.0, top_p=0.9, top_k=top_k)
+        all_of_them = Sampling(temperature=1.0, top_p=0.9)
+        assert draw(logits, wide, 7, index).item() == draw(logits, all_of_them, 7, index).item()

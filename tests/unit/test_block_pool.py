@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
@@ -330,3 +331,12 @@ def test_placing_changes_no_block(name: str) -> None:
     before = [(block.block_id, block.ref_count, block.block_hash, block.next_free) for block in freed]
     EVICTION_POLICIES[name].place(freed)
     assert [(block.block_id, block.ref_count, block.block_hash, block.next_free) for block in freed] == before
+
+
+@pytest.mark.parametrize("count", [-1, 1.5, True, "2", None])
+def test_a_number_of_blocks_that_is_none_is_refused_with_nothing_changed(count: Any) -> None:
+    pool = BlockPool(4)
+    for call in (pool.get_new_blocks, pool.free_queue.popleft_n):
+        with pytest.raises(InvariantError, match="must be a whole number of 0 or more"):
+            call(count)
+    assert (pool.num_free, len(list(pool.free_queue))) == (4, 4)

@@ -281,3 +281,10 @@ def test_the_hint_names_the_nearest_or_lists_all() -> None:
     assert nearest("smolm2", ["smollm2", "tiny"]) == "did you mean 'smollm2'?"
     assert nearest("zzz", ["smollm2", "tiny"]) == "choose one of smollm2, tiny"
     assert nearest(None, ["smollm2"]) == "choose one of smollm2"
+
+
+@pytest.mark.parametrize(("watermark", "num_blocks", "reserved"), [(0.29, 100, 29), (0.57, 100, 57), (0.05, 512, 25)])
+def test_a_watermark_reserves_its_share_whatever_floating_point_makes_of_it(
+    watermark: float, num_blocks: int, reserved: int
+) -> None:
+    assert EngineConfig(watermark=watermark, num_blocks=num_blocks).num_reserved_blocks == reserved

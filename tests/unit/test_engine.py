@@ -593,6 +593,8 @@ def test_a_row_that_gives_no_number_is_told_to_its_handles_alone() -> None:
         assert engine.error is None
         assert engine.submit(PROMPT, max_tokens=2).result(WAIT).finish_reason == "length"
         engine.check_invariants()
+    with pytest.raises(RequestFailedError, match="are NaN"):  # closed in good order since: that is not why it failed
+        bad.result(WAIT)
 
 
 @pytest.mark.parametrize("returned", [None, {}, [], {"r0": "1"}, {"r0": None}, {"r1": 1}])
@@ -935,9 +937,11 @@ def test_a_listener_that_raises_is_taken_off_and_the_engine_goes_on(
         raise ValueError("a view is broken")
 
     engine.add_listener(broken)
-    assert len(engine.submit(PROMPT, max_tokens=5).result(WAIT).token_ids) == 5
-    engine.close()
+    with pytest.warns(RuntimeWarning, match="raised ValueError: a view is broken; it is not called again") as said:
+        assert len(engine.submit(PROMPT, max_tokens=5).result(WAIT).token_ids) == 5
+        engine.close()
     assert calls == [1]
+    assert len(said) == 1
     assert capfd.readouterr() == ("", "")
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 
 from minivllm import Engine, EngineConfig, EngineCore, MultimodalItem, Sampling, Submission, VirtualRunner
@@ -279,3 +282,29 @@ def test_a_real_model_refuses_what_it_cannot_compute_and_goes_on(
     assert message in str(caught.value)
     assert (real_engine.state(), len(real_engine.log)) == (before, events)
     assert real_engine.submit(FULL_PROMPT, max_tokens=1, multimodal=()).result(60).finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    "token", [np.float32(1.7), Fraction(3, 2), Decimal("Infinity"), Decimal(2), 1.0, True, None], ids=repr
+)
+def test_a_token_id_that_is_no_whole_number_is_refused_and_never_cut(token: Any) -> None:
+    core = EngineCore(EngineConfig(), VirtualRunner())
+    with pytest.raises(InvalidRequestError, match=r"token 1 of the prompt is .*; token ids are whole numbers"):
+        core.submit([1, token], max_tokens=1)
+
+
+def test_token_ids_of_other_libraries_are_taken() -> None:
+    core = EngineCore(EngineConfig(), VirtualRunner())
+    assert core.submit(np.array([1, 2, 3]), max_tokens=1).prompt_token_ids == (1, 2, 3)  # type: ignore[arg-type]
+
+
+def test_half_a_character_in_a_request_id_is_refused() -> None:
+    core = EngineCore(EngineConfig(), VirtualRunner())
+    with pytest.raises(InvalidRequestError, match="character 1 of request_id is half of a surrogate pair"):
+        core.submit([1], max_tokens=1, request_id="a\ud800")
+
+
+@pytest.mark.parametrize("temperature", [10**400, 1e31, float("inf"), -0.1])
+def test_a_temperature_that_no_model_can_use_is_refused(temperature: float) -> None:
+    with pytest.raises(InvalidRequestError, match=r"temperature is .*; it must be a number of 0 \(greedy\) or more"):
+        Sampling(temperature=temperature)

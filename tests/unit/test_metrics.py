@@ -269,3 +269,11 @@ def test_adopted_tokens_are_counted_apart_and_have_a_column_only_where_there_are
     core.run()
     assert "adopted" not in repr(Metrics.of(core.log)) + Metrics.of(core.log)._repr_html_()
     assert all(len(row) == len(Metrics.of(core.log).columns) for row in Metrics.of(core.log).rows())
+
+
+def test_without_prefix_caching_nothing_is_queried_and_there_is_no_rate() -> None:
+    core = EngineCore(EngineConfig(enable_prefix_caching=False), VirtualRunner())
+    core.submit(list(range(144)), max_tokens=1)
+    core.run()
+    metrics = Metrics.of(core.log)
+    assert (metrics.queried_tokens, metrics.recovered_tokens, metrics.hit_rate.rate) == (0, 0, None)
