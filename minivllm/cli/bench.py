@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 from typing import Any
 
 from minivllm.cli.arguments import Parser, add_command, new_parser, whole
 from minivllm.cli.console import Console
-from minivllm.cli.terminal import WholeFile
 
 _BENCH_MANAGER = """\
 Measure what the cache manager itself costs, without any model: hashing, allocating and publishing, looking up, taking
@@ -42,18 +40,11 @@ def bench_manager(args: argparse.Namespace, console: Console) -> None:
     """Measure what the cache manager itself costs."""
     from minivllm.bench.manager import run_bench_manager
 
-    json_to_out = args.json == "-"
-    with contextlib.ExitStack() as stack:
-        file = None
-        if args.json is not None and not json_to_out:
-            file = stack.enter_context(WholeFile(args.json))
+    with console.json_target(args.json) as write_json:
         with console.progress(counts_bytes=False) as progress:
             found = run_bench_manager(args.runs, progress)
-        (console.notes if json_to_out else console.out).line(repr(found))
+        (console.notes if args.json == "-" else console.out).line(repr(found))
         if found.stopped_by is not None:
             raise found.stopped_by  # what was done is shown; a file is written whole or not at all
-        text = json.dumps(found.as_dict(), indent=1) + "\n"
-        if file is not None:
-            file.write(text)
-        if json_to_out:
-            console.out.write(text)
+        if write_json is not None:
+            write_json(json.dumps(found.as_dict(), indent=1) + "\n")

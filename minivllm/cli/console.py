@@ -8,9 +8,9 @@ from __future__ import annotations
 import contextlib
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from minivllm.cli.terminal import Channel, Notes, ProgressLine
+from minivllm.cli.terminal import Channel, Notes, ProgressLine, WholeFile
 
 MODEL_HELP = "smollm2, tiny (random weights, instant), a hub name OWNER/NAME or a folder (default: smollm2)"
 
@@ -21,6 +21,20 @@ class Console:
     def __init__(self, out: Channel, notes: Notes) -> None:
         self.out = out
         self.notes = notes
+
+    @contextlib.contextmanager
+    def json_target(self, path: str | None) -> Iterator[Callable[[str], object] | None]:
+        """What writes a command's JSON: to standard output for "-", else to a file, whole or not at all.
+
+        None where no JSON is wanted. The file is opened here, so that a wrong path is reported before any work is done.
+        """
+        if path is None:
+            yield None
+        elif path == "-":
+            yield self.out.write
+        else:
+            with WholeFile(path) as file:
+                yield file.write
 
     @contextlib.contextmanager
     def progress(self, *, counts_bytes: bool = True) -> Iterator[ProgressLine]:

@@ -12,7 +12,7 @@ from typing import Any
 from minivllm.bench.race import OnChange, RaceResult
 from minivllm.cli.arguments import add_command, number, whole
 from minivllm.cli.console import MODEL_HELP, Console, bring_model
-from minivllm.cli.terminal import Channel, WholeFile
+from minivllm.cli.terminal import Channel
 
 _RACE = """\
 Fire requests at a cold cache and see how many prompt tokens they recover.
@@ -136,21 +136,15 @@ def race(args: argparse.Namespace, console: Console) -> None:
         samples=args.samples,
     )
     model = "virtual" if args.virtual else args.model
-    json_to_out = args.json == "-"
-    shown: Channel = console.notes if json_to_out else console.out
-    with contextlib.ExitStack() as stack:
-        file = None
-        if args.json is not None and not json_to_out:
-            file = stack.enter_context(WholeFile(args.json))
+    shown: Channel = console.notes if args.json == "-" else console.out
+    with console.json_target(args.json) as write_json:
         with console.progress() as progress:
             bring_model(model, console, progress)
             heading = race_heading(wanted, config, model)
             with _shown_while_running(shown, heading, wanted.max_tokens) as on_change:
                 result = run_race(wanted, config, model, on_change=on_change, progress=progress)
-        if file is not None:
-            file.write(_race_json(result))
-        if json_to_out:
-            console.out.write(_race_json(result))
+        if write_json is not None:
+            write_json(_race_json(result))
     _show_result(result, shown)
 
 

@@ -110,7 +110,7 @@ class StoryLines:
         """Take new events in, and write what they mean."""
         reported: list[tuple[ev.Event, list[str], str]] = []
         for event in events:
-            line = None if self._goes_on_waiting(event) else _told(event)
+            line = None if self._goes_on_waiting(event) else _report_of(event)
             if line is None:
                 continue
             names, what = line
@@ -133,7 +133,7 @@ class StoryLines:
         return before == event.leader_id
 
 
-def _told(event: ev.Event) -> tuple[Sequence[str], str] | None:
+def _report_of(event: ev.Event) -> tuple[Sequence[str], str] | None:
     """Return whom an event is about, and what it says; None for one too small to report."""
     match event:
         case ev.FlightOpened(leader_id=name):

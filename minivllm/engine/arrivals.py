@@ -3,7 +3,7 @@
     submit(prompt, after=("r0", 3))  ──►  deferred  ──r0 generates its 3rd token, or ends──►  arrives
 
 All samples of a prompt wait together. Knows requests and what triggers them. Must not know the scheduler, blocks or the
-coordinator: `EngineCore` lets those arrive that are due.
+coordinator: `RequestLifecycle` lets those arrive that are due.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ class Engine:
         priority: int = 0,
         **sampling_fields: Any,
     ) -> Handle:
-        """Hand a prompt in (text or token ids) and return its handle at once.
+        """Submit a prompt (text or token ids) and return its handle at once.
 
         Fields of `Sampling` may be given by name: ``engine.submit(prompt, max_tokens=8, temperature=0.7)``. With
         ``n`` samples this is the handle of the first one, and its ``samples`` are all of them. Raises
@@ -114,7 +114,7 @@ class Engine:
         return self.submit_batch([submission])[0]
 
     def submit_batch(self, submissions: Iterable[Submission]) -> list[Handle]:
-        """Hand several in together: all arrive before the same step, or, if one is refused, none does.
+        """Submit several together: all arrive before the same step, or, if one is refused, none does.
 
         Returns the first sample's handle of each.
         """

@@ -1,6 +1,6 @@
 """A caller's end of a request: its tokens as they come, and its result.
 
-Knows one request and threads that wait for it. Must not know the engine, but for two questions that a `Owner` answers.
+Knows one request and threads that wait for it. Must not know the engine, but for two questions that an `Owner` answers.
 """
 
 from __future__ import annotations

@@ -148,7 +148,6 @@ class BlockSharing:
         self._emit(ev.PrefillFinished(request.request_id))
         if self.coordinator.wants_prompt(request.request_id):
             self._publish(request, request.num_prompt_tokens)
-        if self.coordinator.wants_prompt(request.request_id):  # not if the publication has released everybody
             self._release(self.coordinator.prompt_published(request.request_id))
 
     def publish_visible(self, request: Request, moment: Moment, num_tokens: int) -> None:
